@@ -1,4 +1,4 @@
-"""What holds for all tests: long files begin first, and what no test needs any more is let go; scripts begin warm."""
+"""Configures the tests: the longest files run first, unused memory is freed after each file, scripts start warm."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ DAMAGED = (
     "tools/test_crash_buckets.py",
     "tools/test_torture_mishaps.py",
 )
-"""Files whose tests damage logs on purpose, so that `DamagedLogWarning` is no error there. It has tests of its own,
-`store/test_damaged_log.py`. Anywhere else a log that is taken for damaged is a failure."""
+"""Files whose tests damage logs on purpose, so that `DamagedLogWarning` is no error there. The warning has its own
+tests in `store/test_damaged_log.py`. In every other file a log that is reported as damaged is a failure."""
 
-# A machine may be slow: neither a time-out of an example nor one of drawing it says anything.
+# The machine may be slow: a timeout while Hypothesis draws or runs an example means nothing.
 slow = [HealthCheck.too_slow]
 settings.register_profile("tests", max_examples=short_or(40, 100), deadline=None, suppress_health_check=slow)
 settings.load_profile("tests")
@@ -66,11 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("record") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(durations.Recorder())
     if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # by the number of tests: those that kill are few, and take long
+        # Would order files by their number of tests, but the kill tests are few and slow.
+        config.option.loadscopereorder = False
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files that ``-m`` deselects as a whole are not imported: that takes each worker seconds."""
+    """Skip the import of files that ``-m`` deselects as a whole: importing them takes each worker seconds."""
     rest = division.EXPRESSIONS.get(config.option.markexpr)
     if rest is None or not collection_path.name.startswith("test_") or collection_path.is_dir():
         return None
@@ -78,22 +79,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    damaged = {ROOT / "tests" / name for name in DAMAGED}  # made once: a path for each of 12,000 tests took 5 s
+    damaged = {ROOT / "tests" / name for name in DAMAGED}  # built once: one path for each of 12,000 tests took 5 s
     for item in items:
         if division.in_rest(item.path):
             item.add_marker("rest")
         if item.path in damaged:
             item.add_marker(pytest.mark.filterwarnings("ignore::ckptstore.DamagedLogWarning"), append=False)
-    # A worker that comes to a long file last would leave the others without work.
+    # If a worker started a long file last, the other workers would run out of work.
     seconds = {ROOT / name: spent for name, spent in durations.recorded().items()}
     items.sort(key=lambda item: -seconds.get(item.path, 0))
 
 
 def pytest_collection_finish() -> None:
-    # Ten thousand tests and torch are some million objects, which each full collection would go through.
+    # Ten thousand tests and torch are several million objects. Each full collection would visit them all.
     gc.collect()
     gc.freeze()
-    # Torn slots that tests make on purpose are found so in a moment. (Tests that read no store do not import it.)
+    # Recognize torn slots that tests make on purpose after 0.3 s. (Tests that read no store do not import the module.)
     if (arriving := sys.modules.get("ckptstore.log.partial_objects")) is not None:
         arriving.STILL = 0.3  # type: ignore[attr-defined]
 
@@ -102,30 +103,30 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is not None and nextitem.path == item.path:
         return
-    # A store in memory lives as long as the process; those of a file took gigabytes when all files had run.
+    # A store in memory lives as long as the process. The stores of all files together took gigabytes.
     for name in memory.MemoryBackend.names():
         memory.MemoryBackend.forget(name)
-    # Errors that were caught hold frames, which hold arrays: much memory, but few objects, so nothing collects them.
+    # Caught errors hold frames, and frames hold arrays: much memory in few objects, which triggers no collection.
     gc.collect()
 
 
 @pytest.fixture(scope="session")
 def warm() -> Warm:
-    """Starts scripts in forks of a process that has imported torch: each saves the seconds that this takes."""
+    """Starts scripts as forks of a process that has imported torch, which saves seconds for each script."""
     return warmth.nursery()
 
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real server of objects, one for each worker; a test makes places of its own in it."""
+    """A real object server, one for each worker. Each test makes its own buckets or prefixes in it."""
     with serving(tmp_path_factory.mktemp("ministack")) as server:
         yield server
 
 
 @pytest.fixture
 def numpy_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that a test starts run kernels in numpy: to import numba takes each of them a second."""
-    kernel_choice.kind()  # of this process it is decided
+    """Run kernels in numpy in the processes that a test starts: importing numba takes a second in each."""
+    kernel_choice.kind()  # fixes the choice of this process first
     monkeypatch.setenv(kernel_choice.VARIABLE, "numpy")
 
 

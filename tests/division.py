@@ -1,4 +1,4 @@
-"""Which tests ``make test`` runs, and which ``make test-rest``: a file is in one of the two, by its path."""
+"""Divides the test files between ``make test`` and ``make test-rest`` by their paths; each file is in exactly one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["EXPRESSIONS", "REST", "in_rest"]
 
 ROOT: Final = Path(__file__).parents[1]
 REST: Final = (
-    "tests/tools/",  # the harnesses' own tests, samples of their campaigns, benchmarks in small
-    # What the docs show, run as it stands there; the interfaces themselves have tests of their own.
+    "tests/tools/",  # the harnesses' own tests, samples of their campaigns, small runs of the benchmarks
+    # The examples of the docs, run as they are printed. The interfaces themselves have their own tests.
     "tests/test_docs.py",
     "tests/test_readme.py",
     "tests/agent/test_agent_docs.py",
@@ -26,7 +26,7 @@ REST: Final = (
     "tests/maintenance/test_prune_kills.py",
     "tests/maintenance/test_upkeep_kills.py",
     "tests/write/test_diff_kills.py",
-    # Jobs of many processes: real ranks, agents and trainers. What they agree upon has tests with threads as ranks.
+    # Jobs of many processes: real ranks, agents and trainers. Other tests check their protocols with threads as ranks.
     "tests/agent/test_rank_agents.py",
     "tests/agent/test_stopped.py",
     "tests/training/test_checkpointer_agent.py",
@@ -39,19 +39,19 @@ REST: Final = (
     # Interpreters that compile kernels, and an older version of this package.
     "tests/formats/test_kernel_cache.py",
     "tests/store/test_frozen_version.py",
-    # Memory of processes, measured, and states of more than a hundred megabytes.
+    # Measured memory of processes, and states of more than a hundred megabytes.
     "tests/host/test_memory.py",
     "tests/write/test_flat_memory.py",
     "tests/write/test_memory.py",
     "tests/write/test_rank_memory.py",
 )
-"""Files and folders (with a slash at the end) of ``make test-rest``; all others are of ``make test``."""
+"""Files and folders (with a trailing slash) of ``make test-rest``; all others belong to ``make test``."""
 
 EXPRESSIONS: Final = {"rest": True, "not rest": False}
-"""``-m`` of the two commands -> whether it is the rest. The Makefile has them, too."""
+"""The ``-m`` expressions of the two commands -> whether it selects the rest. The Makefile has the same expressions."""
 
 
 def in_rest(path: Path) -> bool:
-    """Whether a file of tests is of ``make test-rest``."""
+    """Whether a test file belongs to ``make test-rest``."""
     name = path.relative_to(ROOT).as_posix()
     return any(name.startswith(one) if one.endswith("/") else name == one for one in REST)

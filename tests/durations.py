@@ -1,4 +1,4 @@
-"""Seconds that each file of tests takes: recorded with ``pytest --record``, read to run the longest files first."""
+"""Durations of the test files in seconds: recorded with ``pytest --record``, read to run the longest files first."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def recorded() -> dict[str, float]:
 class Recorder:
     """A pytest plugin of the controlling process: adds up set-up, call and tear-down of all tests of a file.
 
-    A file that this run did not touch keeps what was recorded before, so that the parts of the suite may be recorded
-    one after the other.
+    A file that this run did not touch keeps its earlier record, so the parts of the suite may be recorded one after the
+    other.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How much the long tests try: a sample in CI, all of it with ``CKPTSTORE_TESTS=long`` (``make test-long``)."""
+"""The size of the long tests: a sample in CI, everything with ``CKPTSTORE_TESTS=long`` (``make test-long``)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["LONG", "in_turn", "long_only", "short_or"]
 LONG = os.environ.get("CKPTSTORE_TESTS") == "long"
 
 long_only = pytest.mark.skipif(not LONG, reason="the long form: CKPTSTORE_TESTS=long, or make test-long")
-"""What its short neighbours cover in kind; CI leaves it out to stay short."""
+"""Marks tests that CI leaves out because shorter tests cover the same kind of case."""
 
 
 def short_or(short: int, long: int) -> int:
-    """How many of something to try in CI, or in the long form."""
+    """The number of cases to try: in CI, or in the long form."""
     return long if LONG else short
 
 
 def in_turn(names: Sequence[Any], values: Sequence[Any], each: int = 1) -> list[Any]:
-    """Parameters: every name with `each` of the values, which take turns; in the long form every name with all of them.
+    """Parameters: in CI every name with `each` of the values, in rotation; in the long form every name with all values.
 
-    So CI tries every name and every value, but not each with each. A value that has several parts is a tuple.
+    So CI tries every name and every value, but not every combination. A value that has several parts is a tuple.
     """
     found = []
     for place, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""What differs between processors, and tests must not take for a mistake."""
+"""Differences between processors that tests must not report as errors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["wrong_roots"]
 
 @functools.cache
 def wrong_roots() -> float:
-    """Fraction of square roots that torch's tensor operations round wrongly on this processor, 0 where they are rare.
+    """Fraction of square roots that torch's tensor operations round wrongly on this processor; 0 where they are rare.
 
-    They are MKL's: nearly all are right on Intel's processors, for which the limits of tests are made, five in six on
-    AMD's.
+    MKL computes the roots: nearly all are right on Intel processors, for which the tests' limits are set, and five in
+    six on AMD processors.
     """
     import torch
 

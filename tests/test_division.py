@@ -1,4 +1,4 @@
-"""Each file of tests is of ``make test`` or of ``make test-rest``, of one of the two; CI runs both."""
+"""Each test file belongs to exactly one of ``make test`` and ``make test-rest``; CI runs both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_entry_names_something() -> None:
 
 
 def test_each_test_is_marked_by_its_file(request: pytest.FixtureRequest) -> None:
-    """So that ``-m`` deselects what is collected after all, as a file that is named on the command line."""
+    """The mark lets ``-m`` deselect tests that are collected anyway, as when a file is named on the command line."""
     for item in request.session.items:
         assert (item.get_closest_marker("rest") is not None) == division.in_rest(item.path), item.nodeid
 

@@ -1,4 +1,4 @@
-"""What CI leaves out of a matrix leaves out no row and no column."""
+"""The part of a matrix that CI runs covers every row and every column."""
 
 from __future__ import annotations
 

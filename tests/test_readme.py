@@ -1,4 +1,4 @@
-"""Every example of the README runs: the Python blocks one after the other, the commands against what they made."""
+"""Every example of the README runs: the Python blocks in order, then the commands against the results of the blocks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_example_that_is_pasted_alone_runs(tmp_path: Path, number: int) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_the_first_example_can_be_killed_and_goes_on(tmp_path: Path) -> None:
+def test_the_first_example_continues_after_a_kill(tmp_path: Path) -> None:
     assert PAUSE in PYTHON[0]
     (seconds,) = re.findall(r"time\.sleep\((.*?)\)", PYTHON[0])
     (steps,) = re.findall(r"resume\(\), (\d+)\)", PYTHON[0])
@@ -57,7 +57,7 @@ def test_the_first_example_can_be_killed_and_goes_on(tmp_path: Path) -> None:
             assert running.poll() is None
             time.sleep(0.05)
             store = ckptstore.open(tmp_path / "runs/short")
-        assert running.poll() is None  # long before its end
+        assert running.poll() is None  # long before the end of the run
     finally:
         running.kill()
         running.wait()
@@ -78,10 +78,10 @@ def test_commands(folder: Path) -> None:
     for line in lines:
         arguments = shlex.split(line, comments=True)
         if "--iteration-time" in arguments:
-            arguments += ["--probe", "8MiB"]  # how much its trial saves write is no part of what is shown
+            arguments += ["--probe", "8MiB"]  # the bytes that its trial saves write are not part of the example
         done = warmth.run([sys.executable, "-m", "ckptstore", *arguments[1:]], cwd=folder)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
-        assert done.stdout or "restore" in line, line  # it ran
+        assert done.stdout or "restore" in line, line  # it did run
 
 
 def test_make_targets_exist() -> None:

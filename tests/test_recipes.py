@@ -1,7 +1,7 @@
-"""Each recipe of docs/adding.md, followed in a copy of the tree: what it adds works there.
+"""Each recipe of docs/adding.md is followed in a copy of the tree, and the addition works there.
 
-A block of the page that names a file is that file; a block of ``diff`` changes one, at the only place where its lines
-stand. Each recipe's proof runs in a process of its own, which imports the copy.
+A block of the page that names a file is the text of that file; a block of ``diff`` changes a file at the only place
+where its lines occur. The proof of each recipe runs in its own process, which imports the copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def recipes() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def changed(text: str, diff: str, file: str) -> str:
-    """`text` with a change made: its lines, those with ``-`` among them, stand there once; those with ``+`` do then."""
+    """Apply a change to `text`: the block's lines without ``+`` occur in it once; the lines with ``+`` are in the
+    result."""
     lines = diff.splitlines(keepends=True)
     assert all(line[0] in " -+\n" for line in lines), f"{file}: a line of the diff begins with none of ' ', '-', '+'"
     before = "".join(line[1:] or line for line in lines if line[0] != "+")
@@ -39,7 +40,7 @@ def changed(text: str, diff: str, file: str) -> str:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the packages with every recipe followed. A backend is a package of somebody else's, beside them."""
+    """A copy of the packages with every recipe followed. The backend is a third-party package beside them."""
     tree = tmp_path_factory.mktemp("recipes")
     ignored = shutil.ignore_patterns("__pycache__", "golden", "SPEC.md")
     shutil.copytree(ROOT / "ckptstore", tree / "ckptstore", ignore=ignored)
@@ -58,11 +59,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def proof(tree: Path, folder: Path, code: str, *, paths: tuple[Path, ...] = ()) -> str:
-    """What a script prints that imports the copy; it has to end well."""
+    """The output of a script that imports the copy; the script must succeed."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (tree, *paths))),
-        "CKPTSTORE_KERNELS": "numpy",  # compiling those of a copy takes seconds, and is no recipe's
+        "CKPTSTORE_KERNELS": "numpy",  # compiling the copy's kernels takes seconds and belongs to no recipe
     }
     begin = f"import ckptstore, sys\nassert ckptstore.__file__.startswith({str(tree)!r}), ckptstore.__file__\n"
     done = subprocess.run(
@@ -264,7 +265,7 @@ with ckptstore.open("store") as store, store.writer() as writer:
 
 
 def test_the_copy_is_in_the_style_of_the_tree(tree: Path) -> None:
-    """So that what somebody copies from the page passes `make lint`."""
+    """Code that a reader copies from the page passes `make lint`."""
     files = [
         tree / ("ckptstore" if file.startswith(("cli/", "formats/")) else "") / file
         for name, blocks in recipes().items()

@@ -1,4 +1,4 @@
-"""The engine's structure keeps its limits, and the report that measures it (`tools.structure`) measures right."""
+"""The engine's structure keeps its limits, and the report on it (`tools.structure`) measures correctly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tree() -> Tree:
 
 
 def public() -> set[str]:
-    """Dotted names of the functions that users call: exported ones, and methods of exported classes."""
+    """Dotted names of the functions that users call: exported functions, and methods of exported classes."""
     values = [value for name in ckptstore.__all__ if callable(value := getattr(ckptstore, name))]
     parts = {one for value in values if isinstance(value, type) for one in value.__mro__}
     exported = {f"{one.__module__}.{one.__name__}" for one in (*values, *parts) if hasattr(one, "__name__")}
@@ -38,20 +38,21 @@ def public() -> set[str]:
 
 
 def counted(function: Function, users: set[str]) -> int:
-    """Its parameters, without what makes no list long: options of a command, keyword-only options for users."""
+    """The number of parameters that count: options of a command and keyword-only options for users do not."""
     if function.click:
         return 0
     return function.parameters - (function.options if function.name in users else 0)
 
 
 def _listed(found: dict[str, int]) -> str:
-    """Who breaks a limit, the worst first."""
+    """The functions that exceed a limit, the worst first."""
     return "\n" + "\n".join(f"{number:4} {name}" for name, number in sorted(found.items(), key=lambda one: -one[1]))
 
 
 def test_no_list_of_parameters_is_long() -> None:
     users = public()
-    assert "ckptstore.store.restore_methods.RestoreMethods.load" in users  # the rule below would else exempt nothing
+    # Otherwise the rule below would exempt nothing.
+    assert "ckptstore.store.restore_methods.RestoreMethods.load" in users
     assert "ckptstore.store.open_store.verify" in users
     found = {one.name: number for one in tree().functions() if (number := counted(one, users)) > PARAMETERS}
     assert not found, _listed(found)
@@ -82,30 +83,31 @@ def test_every_room_says_in_three_lines_what_is_in_it_and_what_it_imports() -> N
     assert silent == []
 
 
-def test_the_page_of_modules_is_written_anew() -> None:
-    """`python -m tools.structure --modules docs/modules.md` does that."""
-    assert (ROOT / "docs" / "modules.md").read_text(encoding="utf-8") == modules_page(tree())
+def test_the_page_of_modules_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "modules.md").read_text(encoding="utf-8")
+    assert page == modules_page(tree()), "`python -m tools.structure --modules docs/modules.md` writes the page"
 
 
 def test_no_two_modules_have_one_name() -> None:
-    """But commands, which are called as they are typed, and packages."""
+    """Exempt are commands, which have the names that users type, and packages."""
     homes: dict[str, list[str]] = {}
     for name in tree().modules.keys() - {room.name for room in tree().rooms()}:
         if not name.startswith("ckptstore.cli.commands."):
             homes.setdefault(name.rpartition(".")[2], []).append(name)
-    assert {name: sorted(found) for name, found in homes.items() if len(found) > 1} == {}
+    twice = {name: sorted(found) for name, found in homes.items() if len(found) > 1}
+    assert not twice, f"rename one of these modules: {twice}"
 
 
 _IMPORTS = r"(?i:\bimports?) .*"
 
 
-def test_what_a_room_says_that_it_imports_is_all_that_it_does() -> None:
+def test_a_room_imports_only_what_it_declares() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [layer.split(" | ") for layer in next(one for one in contracts if one["id"] == "rooms")["layers"]]
     floor = {room: number for number, rooms in enumerate(layers) for room in rooms}
     for room in floor:
         if (home := tree().modules[f"ckptstore.{room}"]).room == "ckptstore":
-            continue  # a module by itself
+            continue  # a module of its own
         said = re.findall(_IMPORTS, home.docstring)[-1]
         allowed = {"", "_version", "errors", room} | floor.keys() & set(re.findall(r"`(?:ckptstore\.)?(\w+)`", said))
         if "below" in said:
@@ -119,7 +121,7 @@ def test_what_a_room_says_that_it_imports_is_all_that_it_does() -> None:
         assert used <= allowed, f"{home.name} says {said!r} and imports {sorted(used - allowed)}"
 
 
-# -- what tests may ask for
+# -- private names in tests
 
 BORROWED = {
     "IPython": {"_repr_html_"},
@@ -137,7 +139,7 @@ BORROWED = {
     "torch.distributed": {"_split_tensor", "_StridedShard"},
     "namedtuple": {"_replace"},
 }
-"""Private by name, of others than this project, without a public form."""
+"""Private names of other projects that have no public form."""
 
 _PRIVATE = r"_(?!_)\w+"
 _OF_ANOTHER = re.compile(rf"(?<![\w.])(?!(?:self|cls)\.)[\w.()\[\]]*[\w)\]]\.({_PRIVATE})")
@@ -146,7 +148,7 @@ _OF_ANOTHER = re.compile(rf"(?<![\w.])(?!(?:self|cls)\.)[\w.()\[\]]*[\w)\]]\.({_
 def private_uses(source: str) -> list[tuple[int, str]]:
     """Line and name of every private attribute of another object that a test reads, sets or imports.
 
-    In scripts, which are texts of several lines, too. What a class has of its own or inherits is no other object's.
+    This includes scripts in multi-line strings. An attribute that a class defines or inherits does not count.
     """
     allowed = {name for names in BORROWED.values() for name in names}
     module = ast.parse(source)
@@ -167,7 +169,7 @@ def private_uses(source: str) -> list[tuple[int, str]]:
 
 
 def test_private_names_are_used_in_the_inside_modules_alone() -> None:
-    """Each says there which names it relies on, and why nothing public would do."""
+    """Each module states which private names it uses, and why no public name would do."""
     tests = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "inside.py" and path != Path(__file__)]
     assert len(tests) > 100
     found = [
@@ -290,7 +292,7 @@ def test_the_report_as_text_and_as_json(made_up: Path) -> None:
     assert rooms["ckptstore.log"]["widest"] == [5, "ckptstore.log.term.Term.open"]
     assert [rooms["ckptstore.log"][name] for name in ("classes", "protocols")] == [2, 1]
     assert rooms["ckptstore.cli"]["statements"] == 8
-    assert rooms["ckptstore.cli"]["widest"] == [0, ""]  # what click calls has its options as parameters
+    assert rooms["ckptstore.cli"]["widest"] == [0, ""]  # functions that click calls have options as parameters
     text = CliRunner().invoke(main, [str(made_up)], catch_exceptions=False).output
     assert "10 term.Term" in text
     assert "5 modules in 3 rooms" in text

@@ -1,4 +1,4 @@
-"""Pages whose blocks are played one after the other in one folder: scripts, and commands with what they print."""
+"""Pages whose blocks run one after the other in one folder: scripts, and commands with their output."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from tests import warmth
 
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _PLAIN = re.compile(r"((?:[A-Z_]+=\w+ )*)(python|ckpt) ([^|&;<>$'\"*?~`#]*?)(?P<last> 2>&1 \| tail -n 1)?")
-"""A line of which a shell would make one process of ours, and nothing else; or show its last line."""
+"""A line that runs only a process of ours; it may end with ``| tail -n 1``."""
 
 
 def plain(text: str) -> list[str]:
-    """Lines without what differs from run to run: sizes, times, ids, processes, and the spaces that they move."""
+    """Lines without the parts that differ from run to run: sizes, times, ids, processes, and the spaces that align
+    them."""
     text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", text)
     text = re.sub(r"\b[0-9a-f]{32}\b", "ID", text)
     text = re.sub(r"[\d.,]+ (B|KiB|MiB|GiB)\b", "SIZE", text)
@@ -27,10 +28,11 @@ def plain(text: str) -> list[str]:
 
 
 def played(text: str, folder: Path) -> str:
-    """The page with what its commands print now.
+    """The page with the present output of its commands.
 
-    A Python block that begins with the comment ``# NAME.py`` is written to that file, any other is run. Of a console
-    block every ``$ LINE`` is given to a shell; what it prints follows, stderr too, and ``[exit N]`` unless that is 0.
+    A Python block that begins with the comment ``# NAME.py`` is written to that file; any other Python block runs.
+    Every ``$ LINE`` of a console block is passed to a shell; its output follows, stderr included, and ``[exit N]``
+    unless N is 0.
     """
     scripts = Path(sys.executable).parent
     environment = {
@@ -40,7 +42,7 @@ def played(text: str, folder: Path) -> str:
     }
 
     def printed_by(words: list[str], given: dict[str, str]) -> tuple[str, int]:
-        """What a script of ours prints, and how it ends."""
+        """The output and the exit status of one of our scripts."""
         with warmth.nursery().start(
             [sys.executable, *words],
             cwd=folder,
@@ -71,7 +73,7 @@ def played(text: str, folder: Path) -> str:
             )
             printed, code = done.stdout, done.returncode
         code = code if code >= 0 else 128 - code
-        # What a shell says of a process that was killed differs from one shell to the next.
+        # Shells report a killed process in different words.
         told = re.sub(r"^(Killed\n|.*\bKilled\s.*\n)", "", printed, flags=re.MULTILINE)
         told = re.sub(r"host \S+, pid \d+", "host node-7, pid 411", told)
         told = re.sub(r"process \d+ on this host", "process 411 on this host", told)

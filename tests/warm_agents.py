@@ -1,7 +1,7 @@
-"""Agents as forks of the nursery, for tests of what an agent does rather than of how it begins.
+"""Starts agents as forks of the nursery, for tests of what an agent does after its start.
 
-An agent that takes optimizers' steps imports torch, and torch._dynamo with the first step: four seconds of a core for
-each. How trainers really start agents is the subject of `tests/agent`.
+An agent that takes optimizer steps imports torch, and torch._dynamo with the first step: four seconds of a core each.
+`tests/agent` tests how trainers really start agents.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MAIN = "import sys; from ckptstore.agent.process import main; sys.exit(main())"
 
 
 def start_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process start agents warm until the test ends."""
+    """Let this process start agents as warm forks until the test ends."""
 
     def popen(command: list[str], *, pass_fds: list[int], stdout: int, stderr: int, **_: Any) -> Any:
-        (socket,) = pass_fds  # a fork gets standard streams alone, so its standard input is the connection
+        (socket,) = pass_fds  # a fork gets only the standard streams, so its standard input is the connection
         return warmth.start([sys.executable, "-c", _MAIN, "0"], stdin=socket, stdout=stdout, stderr=stderr)
 
     replaced = SimpleNamespace(**{**vars(subprocess), "Popen": popen})

@@ -1,8 +1,8 @@
-"""What one operation enters: ``python -m tools.entered [--json]``.
+"""Counts what one operation executes: ``python -m tools.entered [--json]``.
 
 For one ``save_async`` of 12,000 small tensors, one ``Checkpointer.step()``, one ``load`` and one ``tag``: how many
 functions and modules of the package run, in the calling thread and in all, and in how many threads. Counted with
-``sys.setprofile``; the second call is counted, so that nothing is made for the first time.
+``sys.setprofile``; the second call is counted, so that one-time work is not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TENSORS: Final = 12_000
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """What ran of the package.
+    """The executed part of the package.
 
     Attributes:
         functions, modules: in the thread that called.
@@ -51,7 +51,7 @@ class Entered:
 
 @contextmanager
 def counted() -> Iterator[Callable[[], Entered]]:
-    """Count within the block. Threads that run already are counted as well."""
+    """Count within the block. Running threads are counted as well."""
     seen: set[tuple[int, str, int, str]] = set()
     caller = threading.get_ident()
 
@@ -81,10 +81,10 @@ def counted() -> Iterator[Callable[[], Entered]]:
 
 
 def operations(folder: Path) -> Iterator[tuple[str, Entered]]:
-    """Each operation and what it entered; stores are made below `folder`."""
+    """Each operation and its counts; stores are made below `folder`."""
     state = {str(number): np.full(8, number, np.float32) for number in range(TENSORS)}
     with ckptstore.open(folder / "async") as store, counted() as found, store.writer() as writer:
-        # The writer's threads begin within the block: before Python 3.12 no others are counted.
+        # The writer's threads start within the block: before Python 3.12 no others are counted.
         writer.save_async(state, 1).result()
         yield f"save_async, {TENSORS:,} tensors, with opening the writer", found()
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -115,7 +115,7 @@ def operations(folder: Path) -> Iterator[tuple[str, Entered]]:
 @click.command(help=__doc__)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def main(as_json: bool) -> None:
-    """See the module."""
+    """Run the command: see the module."""
     with tempfile.TemporaryDirectory(prefix="entered-") as folder:
         found = dict(operations(Path(folder)))
     if as_json:

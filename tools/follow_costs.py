@@ -1,4 +1,5 @@
-"""What following a run step by step reads from a bucket, beside loading each checkpoint, and loading from a full each.
+"""Compares the bytes read from a bucket: following a run step by step, loading each checkpoint, and loading each from a
+full.
 
     python -m tools.follow_costs --steps 20
 
@@ -26,7 +27,7 @@ _ADAM: Final = optim.AdamW(weight_decay=0.1)
 
 
 def states(steps: int, numbers: int) -> Iterator[tuple[dict[str, Any], list[Update]]]:
-    """fp32 weights with both moments of Adam, whose gradients are zero but for one in 16 rows, as embeddings' are."""
+    """fp32 weights with both moments of Adam, whose gradients are zero except in one of 16 rows, as with embeddings."""
     shape = (numbers // 64, 64)
     slots = [np.random.default_rng(1).standard_normal(shape).astype("<f4"), *np.zeros((2, *shape), "<f4")]
     for step in range(1, steps + 1):
@@ -67,7 +68,7 @@ def measure(server: Server, steps: int, numbers: int, **form: Any) -> tuple[Spen
 @click.option("--steps", default=20)
 @click.option("--numbers", default=1 << 20, help="Of weights.")
 def main(steps: int, numbers: int) -> None:
-    """Count what following reads."""
+    """Count the bytes that following reads."""
     forms: dict[str, dict[str, Any]] = {
         "fulls": {},
         "deltas": {"deltas": steps},

@@ -1,9 +1,9 @@
 """Install and test every pair of a Python and a torch: ``python -m tools.matrix [--python 3.12] [--torch oldest]``.
 
-The Pythons are those that ``pyproject.toml`` classifies. Of torch there are two: the oldest that it admits and the
-newest that pip finds. Each pair gets a virtual environment of its own under ``.cache/matrix``. Torch is installed there
-as pip does it (on Linux a CUDA build of several gigabytes), then ckptstore with its extras ``torch``, ``fast`` and
-``test``. The tests of `SELECTION` run there. The environment is deleted afterwards.
+The Pythons are those that ``pyproject.toml`` classifies. There are two torches: the oldest that it admits and the
+newest that pip finds. Each pair gets its own virtual environment under ``.cache/matrix``. pip installs torch there (on
+Linux a CUDA build of several gigabytes), then ckptstore with its extras ``torch``, ``fast`` and ``test``. The tests of
+`SELECTION` run there. The environment is deleted afterwards.
 
 A Python that this machine does not have is not installed: the pair is reported as not run. The exit code is 0 only if
 every pair was run and passed.
@@ -39,12 +39,13 @@ SELECTION: Final = (
     "tests/training/test_checkpointer.py",
     "tests/training/test_resume_changes.py",
 )
-"""What meets Python and torch most: bits of every dtype, torch's tensors and optimizers, a whole training loop."""
+"""The tests that depend most on Python and torch: bits of every dtype, torch's tensors and optimizers, a whole training
+loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What is installed: a Python (``3.12``), and ``oldest`` or ``newest`` or a version of torch."""
+    """The installed versions: a Python (``3.12``), and ``oldest`` or ``newest`` or a version of torch."""
 
     python: str
     torch: str
@@ -52,7 +53,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a pair.
+    """The result of a pair.
 
     Attributes:
         installed: the versions of Python and torch that ran; empty if none did.
@@ -75,7 +76,7 @@ def pythons() -> list[str]:
 
 
 def torches() -> dict[str, str]:
-    """``oldest`` and ``newest`` -> what pip is asked for."""
+    """``oldest`` and ``newest`` -> pip's requirement."""
     (wanted,) = (one for one in _project()["optional-dependencies"]["torch"] if one.startswith("torch"))
     oldest = re.fullmatch(r"torch>=(\d+\.\d+)", wanted)
     assert oldest, f"pyproject.toml asks for {wanted}, not for torch>=MAJOR.MINOR"
@@ -93,7 +94,7 @@ def interpreter(version: str) -> str | None:
     if shutil.which("uv"):
         told = subprocess.run(["uv", "python", "find", version], capture_output=True, text=True, check=False)
         names.append(told.stdout.strip())
-    # A shim of pyenv is on the PATH for every version, and fails for most: each is asked what it is.
+    # pyenv puts a shim on the PATH for every version, and most shims fail: so each Python is asked for its version.
     return next((name for name in names if name and _version_of(name) == version), None)
 
 
@@ -107,7 +108,7 @@ def _version_of(python: str) -> str | None:
 
 
 def without(constraints: str, names: Iterable[str]) -> str:
-    """Constraints without these packages: torch, and what it brought in versions of its own choice."""
+    """Constraints without these packages: torch, and the dependencies whose versions torch chose."""
     left_out = {_normal(name) for name in names}
     return "".join(
         f"{line}\n" for line in constraints.splitlines() if _normal(line.partition("==")[0].strip()) not in left_out
@@ -115,7 +116,7 @@ def without(constraints: str, names: Iterable[str]) -> str:
 
 
 def pinned(freeze: str) -> list[str]:
-    """The names in what ``pip freeze`` prints."""
+    """The names in the output of ``pip freeze``."""
     return [re.split(r"==| @ ", line)[0] for line in freeze.splitlines() if line and not line.startswith(("-", "#"))]
 
 
@@ -172,7 +173,7 @@ def _call(command: Sequence[str]) -> str:
 @click.argument("tests", nargs=-1)
 def main(chosen: tuple[str, ...], versions: tuple[str, ...], keep: bool, tests: tuple[str, ...]) -> None:
     """Install every pair of a Python and a torch, and run TESTS there."""
-    # A shell has a job in the background ignore Ctrl-C, and so would the tests that press it.
+    # A shell makes a background job ignore Ctrl-C, and then the tests that press it would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pairs = [Pair(python, torch) for python in chosen or pythons() for torch in versions or torches()]
     results = []

@@ -1,8 +1,8 @@
-"""How the engine is built, in numbers: ``python -m tools.structure [PATH] [--json]``; its modules: ``--modules``.
+"""Measures the engine's structure: ``python -m tools.structure [PATH] [--json]``; its modules: ``--modules``.
 
-For every room (a package of `pyproject.toml`): its modules, lines, statements, classes and protocols, how many imports
-lead into it and out of it, and its longest function, longest list of parameters and largest class. Sources are parsed,
-never imported, so that any tree can be looked at, an old one as well. ``tests/test_structure.py`` holds the present
+For every room (a package of `pyproject.toml`): its modules, lines, statements, classes and protocols, the number of
+imports into it and out of it, and its longest function, longest list of parameters and largest class. Sources are
+parsed, never imported, so that any tree can be measured, also an old one. ``tests/test_structure.py`` holds the present
 tree to limits.
 """
 
@@ -108,7 +108,7 @@ class Tree:
             yield from module.functions
 
     def edges(self) -> Iterator[tuple[Module, Module]]:
-        """(importer, imported) of every pair of modules of which one imports the other."""
+        """(importer, imported) of every pair of modules in which the first imports the second."""
         for module in self.modules.values():
             for name in sorted({found for found in map(self._module_of, module.imports) if found} - {module.name}):
                 yield module, self.modules[name]
@@ -140,7 +140,7 @@ class Tree:
         )
 
     def _module_of(self, name: str) -> str | None:
-        """The module that an import leads to: itself, or the one that its last part is a name in."""
+        """The imported module: the name itself, or the module that has its last part as a name."""
         for candidate in (name, name.rpartition(".")[0]):
             if candidate in self.modules:
                 return candidate
@@ -165,7 +165,7 @@ def read_tree(path: Path) -> Tree:
 
 
 def _folder(path: Path, package: str, mapping: dict[str, str]) -> Path:
-    """The folder of a package: that of the longest mapped package around it, and what is left of its name."""
+    """The folder of a package: that of the longest mapped package around it, plus the rest of its name."""
     around = package
     while around not in mapping:
         around = around.rpartition(".")[0]
@@ -206,7 +206,7 @@ def _imports(parsed: ast.Module) -> Iterator[str]:
 
 
 def _command_names(parsed: ast.Module) -> set[str]:
-    """What a module calls the decorators that make a command."""
+    """The names of decorators in a module that make a command."""
     names = {"click.command", "click.group"}
     for node in ast.walk(parsed):
         if isinstance(node, ast.ImportFrom) and node.module == f"{ROOT}.cli.arguments":
@@ -215,7 +215,7 @@ def _command_names(parsed: ast.Module) -> set[str]:
 
 
 def _scopes(node: ast.AST, name: str) -> Iterator[tuple[ast.AST, str, bool]]:
-    """Functions and classes below a node: (node, dotted name, whether it stands in a class)."""
+    """Functions and classes below a node: (node, dotted name, whether it is in a class)."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield child, f"{name}.{child.name}", isinstance(node, ast.ClassDef)
@@ -243,7 +243,7 @@ def _classes(parsed: ast.Module, name: str) -> Iterator[tuple[int, str]]:
 
 
 def _length(node: ast.stmt) -> int:
-    assert node.end_lineno is not None  # always there in what `ast.parse` gives
+    assert node.end_lineno is not None  # always present in trees of `ast.parse`
     return node.end_lineno - node.lineno + 1
 
 
@@ -335,7 +335,7 @@ def _cell(docstring: str) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--modules", "page", type=click.Path(path_type=Path), help="Write the page of modules to this file.")
 def main(path: Path, as_json: bool, page: Path | None) -> None:
-    """Print how the engine below PATH (a root of the repository) is built."""
+    """Print the structure of the engine below PATH (a root of the repository)."""
     tree = read_tree(path)
     if page is not None:
         page.write_text(modules_page(tree), encoding="utf-8")

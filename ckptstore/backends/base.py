@@ -10,6 +10,9 @@ The commit protocol (SPEC 10) needs this of a medium, and the conformance suite 
 2. A segment survives a power cut once `SegmentSink.seal` has returned.
 3. Listings of ``pins/`` and ``req/`` are strongly consistent. No decision depends on a listing of ``log/``.
 
+Every method raises the project's errors and no others. `KeyNotFoundError` and `StorageError` are themselves
+``OSError``: translate the error of a system call where the call is.
+
 A visible object is not yet durable. If another process left it, or if our own create failed halfway, it may vanish in
 a power cut. So call `Backend.settle` before acting on something that was only read: before acknowledging a commit that
 was read back, and before deleting what a slot dropped. After a failed fsync `settle` always fails.
@@ -147,7 +150,8 @@ class SegmentSource(ABC):
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill `out`, any writable contiguous memory, with the bytes from `offset`.
 
-        Raises `CorruptSegmentError` if the object ends too early, and `StorageError` on I/O errors and after `close`.
+        Raises `CorruptSegmentError` if the object does not have all these bytes (`offset` may be negative or beyond the
+        end), and `StorageError` on I/O errors and after `close`. Both name the object.
         """
 
     def map(self) -> memoryview | None:

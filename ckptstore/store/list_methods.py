@@ -26,7 +26,7 @@ class ListMethods(StoreHandle):
         return read(self.journal, look_above=look_above)
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Every promised checkpoint, ordered by term and step."""
+        """Every promised checkpoint, in the order of terms, and of steps within a term: the oldest first."""
         columns = ("ref", "kind", "stored", "time", "tags", "metadata")
         return Rows(describe_all(self.view().catalog), "checkpoint", columns)
 

@@ -120,6 +120,11 @@ class TensorPlan:
     master: str | None
 
     @property
+    def chunks(self) -> int:
+        """The number of its chunks."""
+        return sum(1 for _ in chunk_extents(self.spec.nbytes))
+
+    @property
     def params(self) -> dict[str, Any]:
         """The codec's parameters as stored in the metadata."""
         return dict(self.choice.params) if self.master is None else {**self.choice.params, "of": self.master}

@@ -43,7 +43,8 @@ class Method:
     Attributes:
         name: the label: the codec's name, perhaps with a variant (``sub-context``).
         colour: ``#rrggbb``.
-        rank: of two methods with about the same size, the lower rank is recommended: it is simpler and faster.
+        rank: of two methods with about the same size, the lower rank is recommended: it is simpler and faster. No two
+            methods have the same rank.
         marker: matplotlib's marker. Methods with a marker are compared over training, and for sending a checkpoint.
         bound: the entropy to compare with; None: none.
         context: whether it needs ``Policy(context=True)``.

@@ -69,7 +69,10 @@ class CheckpointColumns:
 
 
 class RuleWindow(ABC):
-    """The checkpoints that one rule keeps at present."""
+    """The checkpoints that one rule keeps at present.
+
+    Followed save by save, it keeps what `begin` keeps of the same checkpoints. What it has released never comes back.
+    """
 
     @abstractmethod
     def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:

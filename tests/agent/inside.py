@@ -1,4 +1,4 @@
-"""What the tests of this room reach inside an `AgentWriter` for; see each function."""
+"""Private parts of an `AgentWriter` that the tests of this room use; each function states why."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["answers", "delivered"]
 
 
 def delivered(writer: AgentWriter, step: int) -> None:
-    """Return when all saves up to `step` have reached the agent. What is public waits until they are durable."""
+    """Return when all saves up to `step` have reached the agent. The public calls wait until they are durable."""
     writer._agent_term.agent.link.call("hurry", step=step)
 
 
 def answers(writer: AgentWriter) -> bool:
-    """Whether an agent that was stopped is heard again. In public only a save would tell, and fail before."""
+    """Whether an agent that was stopped answers again. Publicly only a save would show it, and fail before."""
     return writer._agent_term.agent.link.silent is None

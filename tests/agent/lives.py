@@ -1,4 +1,4 @@
-"""Trainers and agents as processes that end, for the tests of this room."""
+"""Trainers and agents as processes with an end, for the tests of this room."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def advance(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def truth(step: int) -> dict[str, Any]:
-    """What training gives after so many steps."""
+    """The result of training after so many steps."""
     state = begun()
     for _ in range(step):
         state = advance(state)
@@ -71,7 +71,7 @@ def truth(step: int) -> dict[str, Any]:
 
 
 def run(script: str, *arguments: object, code: int = 0) -> list[str]:
-    """Run a trainer of its own process to its end -> the words that it printed."""
+    """Run a trainer in its own process to its end -> the words that it printed."""
     command = [sys.executable, "-c", BEGIN + script, *map(str, arguments)]
     done = warmth.run(command, cwd=ROOT, timeout=120)
     assert done.returncode == code, f"{done.returncode}: {done.stderr}"
@@ -79,11 +79,11 @@ def run(script: str, *arguments: object, code: int = 0) -> list[str]:
 
 
 def started(script: str, *arguments: object) -> subprocess.Popen[str]:
-    """Begin a trainer; the first thing it prints is a line that says that it is so far.
+    """Start a trainer; the first line that it prints says that it is ready.
 
-    A child of this process, so that it is a zombie until somebody waits for it.
+    It is a child of this process, so it is a zombie until it is waited for.
     """
-    # Who goes on has imported torch, too: where one has not, that is remarked upon.
+    # Its successor has imported torch, too: a difference would cause a warning.
     command = [sys.executable, "-c", f"import torch\n{BEGIN}{script}", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
@@ -92,7 +92,7 @@ def started(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there, and no zombie."""
+    """Whether a process exists, and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def agents(folder: Path) -> list[int]:
-    """The agents that were started with this runtime folder, and live."""
+    """The living agents that were started with this runtime folder."""
     wanted = f"CKPTSTORE_RUNTIME_DIR={folder}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -130,7 +130,7 @@ def agents(folder: Path) -> list[int]:
 
 @contextlib.contextmanager
 def own_runtime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime folder for the agents of a test, and none left behind."""
+    """A runtime folder for the agents of a test; none of them is left behind."""
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(folder))
     yield folder
     for pid in agents(folder):

@@ -1,8 +1,9 @@
-"""A trainer of two ranks, as a process: it saves steps by its agent, says so, and waits to be killed. Without torch.
+"""A trainer of two ranks, as a process: it saves steps by its agent, reports them, and waits to be killed. Without
+torch.
 
 python -m tests.agent.rank_trainer STORE MAILBOX RANK LAST_STEP OPTIONS
 
-OPTIONS are those of the writer, and ``memory``: the agent keeps the steps in memory alone, as those of a replica;
+OPTIONS are those of the writer, and ``memory``: the agent keeps the steps only in memory, like those of a replica;
 ``leaves``: the trainer does not wait to be killed, but ends with an exception; ``sharded``: each rank has half of the
 rows of ``weights``.
 """
@@ -36,13 +37,13 @@ OPTIONS = RankOptions(timeout=60, per_rank="rng")
 
 
 def state(step: int, rank: int) -> dict[str, Any]:
-    """What a rank has after so many steps: alike on all ranks, but for one tensor."""
+    """A rank's state after so many steps: the same on all ranks, except for one tensor."""
     chance = np.random.default_rng(step)
     return {"weights": chance.normal(size=(300, 700)), "bias": np.full(9, step), "rng": np.full(3, 100 * rank + step)}
 
 
 def save_sharded(writer: ckptstore.agent.AgentWriter, step: int, rank: int) -> None:
-    """Save what a rank has of a state: half of the rows of ``weights``, and the other tensors."""
+    """Save a rank's part of a state: half of the rows of ``weights``, and the other tensors."""
     flat = bridge.flattened(state(step, rank))
     whole = flat.tensors["weights"]
     rows = (whole.shape[0] // 2, *whole.shape[1:])
@@ -59,7 +60,7 @@ def save_sharded(writer: ckptstore.agent.AgentWriter, step: int, rank: int) -> N
 
 
 def trainers(path: str, rank: int) -> Group:
-    """The group of the trainers: its mailbox is in rank 0's process, and dies with that."""
+    """The group of the trainers: its mailbox is in rank 0's process, and dies with it."""
     connection = socket.socket(socket.AF_UNIX)
     if rank == 0:
         connection.bind(path)

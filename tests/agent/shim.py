@@ -1,4 +1,5 @@
-"""A trainer that speaks the protocol of docs/agent.md by itself, well or badly; nothing of ckptstore is imported."""
+"""A trainer that implements the protocol of docs/agent.md independently, well or badly; it imports nothing of
+ckptstore."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Shim:
 
     @classmethod
     def started(cls, url: Path, **other: Any) -> tuple[Self, dict[str, Any]]:
-        """Start an agent -> the connection, and what it answers."""
+        """Start an agent -> the connection, and its answer."""
         ours, its = socket.socketpair()
         command = [sys.executable, "-m", "ckptstore.agent.process", str(its.fileno())]
         agent = subprocess.Popen(command, pass_fds=[its.fileno()], start_new_session=True)
@@ -39,7 +40,7 @@ class Shim:
 
     @classmethod
     def connected(cls, runtime: Path) -> Self:
-        """Connect to the agent of a runtime folder that has one."""
+        """Connect to the running agent of a runtime folder."""
         (path,) = runtime.glob("*.sock")
         folder = os.open(runtime, os.O_DIRECTORY)
         connection = socket.socket(socket.AF_UNIX)
@@ -48,7 +49,7 @@ class Shim:
         return cls(connection)
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        """Ask, and wait for the answer; events are passed over."""
+        """Send a request, and wait for the answer; events are skipped."""
         self.number += 1
         self.send({"do": do, "id": self.number, **fields})
         while "re" not in (answer := self.hear()):
@@ -61,7 +62,7 @@ class Shim:
         self.socket.sendall(struct.pack(">I", len(text)) + text)
 
     def hear(self) -> dict[str, Any]:
-        """The next message; its descriptor is put to `descriptors`."""
+        """The next message; its descriptor is added to `descriptors`."""
         head, fds, _, _ = socket.recv_fds(self.socket, 4, 1)
         self.descriptors += fds
         if not head:
@@ -80,7 +81,7 @@ class Shim:
         return found
 
     def filled(self, byte: int, nbytes: int = 5000) -> tuple[dict[str, Any], mmap.mmap]:
-        """A buffer that is filled with one byte -> the members of a ``save`` message, and the memory."""
+        """A buffer filled with one byte -> the members of a ``save`` message, and the memory."""
         layout = self.ask("layout", tensors=[["x", "U8", [nbytes], "numpy", None, None]])
         lent = self.ask("buffer", layout=layout["layout"])
         memory = mmap.mmap(self.descriptors[-1], lent["nbytes"])

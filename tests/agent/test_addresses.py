@@ -1,4 +1,4 @@
-"""An agent opens the store that its trainer has opened, or none: whatever the path, the folder and the file system."""
+"""An agent opens its trainer's store or none, whatever the path, the folder and the file system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of docs/agent.md runs, goes on after a kill, and is as short as it is said to be."""
+"""The example of docs/agent.md runs, continues after a kill, and is as short as the page says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(script: str, folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_the_example_goes_on_where_a_killed_run_was(tmp_path: Path, runtime: Path) -> None:
+def test_the_example_continues_where_a_killed_run_was(tmp_path: Path, runtime: Path) -> None:
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
     script = example()

@@ -1,4 +1,4 @@
-"""The mailbox of the agents of a job: the suite of mailboxes through a Unix socket, who is let in, who is missed."""
+"""The mailbox of a job's agents: the suite of mailboxes through a Unix socket, access control, missing ranks."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class TestGuests(MailboxConformance):
         return host.guest(1), host.guest(2)
 
 
-def test_who_has_another_token_is_let_in_by_nobody(host: Host) -> None:
+def test_a_peer_with_another_token_is_refused(host: Host) -> None:
     with pytest.raises(MailboxError):
         host.guest(token=b"x" * 32)
     with pytest.raises(MailboxError):
         host.guest(rank=3)  # of a job of three
-    assert host.lost == []  # strangers are missed by nobody
+    assert host.lost == []  # nobody waits for foreign processes
     host.guest().set("k", b"v")
     assert host.served.box.get("k") == b"v"
 
 
-def test_a_host_that_does_not_know_the_token_is_not_believed() -> None:
+def test_a_host_without_the_token_is_refused() -> None:
     ours, its = socket.socketpair()
 
     def pretend() -> None:
@@ -94,7 +94,7 @@ def test_a_rank_that_is_gone_is_missed_and_one_that_took_leave_is_not(host: Host
 
 @pytest.mark.parametrize("operation", range(6))
 def test_a_rank_that_sends_no_whole_request_is_missed(host: Host, operation: int) -> None:
-    """No keys, where one is needed (1: asks for a value), or nothing that is done (5)."""
+    """No keys, where one is required (1: asks for a value), or an unknown operation (5)."""
     guest = socket.socket(socket.AF_UNIX)
     guest.connect(host.path)
     nonce, rank = guest.recv(32, socket.MSG_WAITALL), struct.pack(">I", 1)
@@ -104,13 +104,13 @@ def test_a_rank_that_sends_no_whole_request_is_missed(host: Host, operation: int
     answered = bool(guest.recv(9))
     guest.close()
     until(lambda: not host.served.here, 10)
-    assert answered == (operation in (2, 4))  # whether nothing is there, and a farewell
+    assert answered == (operation in (2, 4))  # the query for a missing key, and a farewell
     if operation != 4:
         until(lambda: bool(host.lost), 10)
         assert host.lost == ["the agent of rank 1 is gone"]
 
 
-def test_what_is_no_request_ends_the_connection_alone(host: Host) -> None:
+def test_an_invalid_request_ends_only_its_connection(host: Host) -> None:
     other = host.guest(2)
     stranger = socket.socket(socket.AF_UNIX)
     stranger.connect(host.path)

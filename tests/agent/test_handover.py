@@ -1,4 +1,5 @@
-"""A trainer is killed: what it had handed over is written, kept, and goes to its successor alone, bit for bit."""
+"""A trainer is killed: the steps that it had handed over are written, kept, and passed only to its successor, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ kill()
 """
 
 
-def test_the_successor_goes_on_with_what_the_agent_kept(tmp_path: Path, runtime: Path) -> None:
+def test_the_successor_continues_from_the_agents_memory(tmp_path: Path, runtime: Path) -> None:
     url = tmp_path / "store"
     (pid,) = run(TRAIN, url, 4, code=-9)
     assert agents(runtime) == [int(pid)]
@@ -63,7 +64,7 @@ def test_the_successor_goes_on_with_what_the_agent_kept(tmp_path: Path, runtime:
 
 
 def test_nothing_is_read_from_storage(tmp_path: Path) -> None:
-    """Every segment is gone, and the state comes back all the same."""
+    """Every segment is gone, and the state is restored all the same."""
     url = tmp_path / "store"
     run(TRAIN, url, 3, code=-9)
     for segment in (url / "seg").rglob("*.safetensors"):
@@ -121,7 +122,7 @@ def test_a_buffer_that_is_half_filled_is_never_offered(tmp_path: Path, in_flight
     assert (ckptstore.open(tmp_path / "store").load(3)["big"] == 3).all()
 
 
-def test_what_waits_for_its_batch_is_written_and_the_chain_goes_on(tmp_path: Path) -> None:
+def test_steps_that_wait_for_their_batch_are_written_and_the_chain_continues(tmp_path: Path) -> None:
     script = """
 writer = ckptstore.agent.writer(
     url, diffs=ckptstore.DiffOptions(batch=50, seconds=None), max_in_flight=2, linger_seconds=120
@@ -153,7 +154,7 @@ kill()
 
 
 def test_killed_again_and_again_at_any_moment(tmp_path: Path) -> None:
-    """Each life finds what the one before had handed over, but for the step that it was at."""
+    """Each life finds the steps that the one before had handed over, except the step in progress."""
     script = """
 import threading
 writer = ckptstore.agent.writer(url, linger_seconds=120, max_in_flight=2)
@@ -216,10 +217,10 @@ time.sleep(600)
         for _ in range(2):
             with pytest.raises(AgentBusyError, match="two trainers never share one"):
                 opened(tmp_path / "store")
-        first.send_signal(signal.SIGSTOP)  # it is alive all the same
+        first.send_signal(signal.SIGSTOP)  # it is still alive
         with pytest.raises(AgentBusyError):
             opened(tmp_path / "store")
-        os.kill(first.pid, signal.SIGKILL)  # a zombie until somebody waits for it: dead
+        os.kill(first.pid, signal.SIGKILL)  # a zombie until it is waited for: dead
         until(lambda: not alive(first.pid))
         with opened(tmp_path / "store") as writer:
             assert (writer.term, writer.step) == (1, 1)
@@ -235,7 +236,7 @@ time.sleep(600)
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the system call exit")
 def test_a_trainer_that_takes_long_to_die_is_waited_for(tmp_path: Path) -> None:
-    """The kernel takes seconds to take a large process's memory back: here a thread holds on after the main one."""
+    """The kernel takes seconds to free a large process's memory: here a thread survives the main one."""
     script = """
 import ctypes, threading
 writer = ckptstore.agent.writer(url, linger_seconds=120)
@@ -260,7 +261,7 @@ ctypes.CDLL(None).syscall(60, 0)
 
 
 def test_a_child_that_outlives_the_trainer_does_not_keep_its_agent(tmp_path: Path) -> None:
-    """Workers of a data loader are forked, and hold whatever was open."""
+    """Workers of a data loader are forked, and hold every open descriptor."""
     script = """
 writer = ckptstore.agent.writer(url, linger_seconds=120)
 writer.save(begun(), 1)
@@ -318,7 +319,7 @@ os._exit(9)
 
 
 @pytest.mark.parametrize(("parent", "term", "step"), [("latest", 2, 1), (None, 3, 0)])
-def test_an_agent_that_has_kept_nothing_goes_on_from_its_parent_alone(
+def test_an_agent_without_a_step_continues_only_from_its_parent(
     tmp_path: Path, parent: str | None, term: int, step: int
 ) -> None:
     """Its trainer died before its first save."""
@@ -354,7 +355,7 @@ def test_a_term_that_came_after_wins_over_what_the_agent_keeps(tmp_path: Path) -
         same(truth(4), writer.load())
 
 
-def test_nobody_goes_on_with_a_branch_that_was_left(tmp_path: Path) -> None:
+def test_an_abandoned_branch_is_not_continued(tmp_path: Path) -> None:
     """The trainer went back, and was killed before it had saved anything."""
     script = """
 writer = ckptstore.agent.writer(url, linger_seconds=120)

@@ -14,7 +14,7 @@ from ckptstore.errors import AgentLostError
 
 
 class Dying:
-    """A link to an agent that is gone, and forgotten, when its last answer is looked at."""
+    """A link to an agent that is gone, and forgotten, when its last answer is checked."""
 
     pid = 4711
 
@@ -27,7 +27,7 @@ class Dying:
 
     def ask(self, do: str, **_: Any) -> Future[Message]:
         assert do in ("buffer", "beside")
-        self._lending.forget()  # by the thread that hears of its end
+        self._lending.forget()  # by the thread that detects its end
         answer: Future[Message] = Future()
         answer.set_result(Message({"buffer": 0}))  # a buffer that was mapped before
         return answer
@@ -36,7 +36,7 @@ class Dying:
         return asked.result()
 
 
-def test_an_agent_that_is_gone_once_it_has_lent_a_buffer_is_lost() -> None:
+def test_an_agent_that_dies_after_lending_a_buffer_is_lost() -> None:
     lending = BufferClient()
     link: Any = Dying(lending)
     with pytest.raises(AgentLostError, match=r"process 4711\) is gone"):

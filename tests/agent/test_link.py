@@ -23,7 +23,7 @@ SECONDS = 30
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    """What stands for the agent's process."""
+    """A substitute for the agent's process."""
     with subprocess.Popen(["sleep", "600"]) as found:
         yield found
         found.kill()
@@ -64,7 +64,7 @@ def test_each_answer_goes_to_whom_asked_and_an_error_is_raised(ends: Ends) -> No
         second.result(SECONDS)
 
 
-def test_who_asks_after_the_end_is_told_at_once(ends: Ends) -> None:
+def test_a_request_after_the_end_fails_at_once(ends: Ends) -> None:
     before = ends.link.ask("one")
     ends.agent.hang_up()
     assert isinstance(before.exception(SECONDS), AgentLostError)

@@ -1,4 +1,4 @@
-"""Where agents are found belongs to the user alone."""
+"""The folder of agents' sockets belongs to the user alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_another_users_folder_is_refused(tmp_path: Path, runtime: Path) -> None:
 
 
 def as_nobody(path: Path) -> bytes:
-    """What another user gets from a socket: ``!`` for what cannot be reached."""
+    """The answer of a socket to another user: ``!`` if it cannot be reached."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -80,10 +80,10 @@ def as_nobody(path: Path) -> bytes:
 
 @pytest.mark.root
 def test_other_users_are_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where somebody has opened folder and socket to them: the kernel says who they are."""
+    """Not even if folder and socket were opened to them: the kernel tells who the peer is."""
     if os.getuid() != 0:
         pytest.skip("needs root")
-    with tempfile.TemporaryDirectory(prefix="ck", dir="/tmp") as short:  # a path that every user may walk
+    with tempfile.TemporaryDirectory(prefix="ck", dir="/tmp") as short:  # a path that every user may traverse
         folder = Path(short) / "rt"
         monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(folder))
         with ckptstore.agent.writer(tmp_path / "store") as writer:
@@ -93,9 +93,9 @@ def test_other_users_are_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert as_nobody(path) == b"!"
             folder.chmod(0o755)
             path.chmod(0o666)
-            assert as_nobody(path) == b"connected "  # and hung up on
+            assert as_nobody(path) == b"connected "  # and the connection is closed
             folder.chmod(0o700)
-            with pytest.raises(AgentBusyError):  # the user itself is answered
+            with pytest.raises(AgentBusyError):  # the user itself gets an answer
                 ckptstore.agent.writer(tmp_path / "store")
 
 

@@ -1,4 +1,4 @@
-"""The protocol of docs/agent.md, spoken by a trainer that knows nothing of ckptstore; and by one that is broken."""
+"""The protocol of docs/agent.md, used by an independent trainer; and by a broken one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptstore.agent.protocol.shared_memory import SharedMemory
 from tests.agent.lives import agents, alive, until
 from tests.agent.shim import Shim
 
-# The shim has no torch, and this process may have: that the two compute differently is said, and is no matter here.
+# The shim has no torch, and this process may have it: the warning about different versions does not matter here.
 pytestmark = pytest.mark.filterwarnings("ignore::ckptstore.DeterminismWarning")
 
 
@@ -37,7 +37,7 @@ def shim(tmp_path: Path) -> Iterator[Shim]:
     made.agent.wait()
 
 
-def test_a_state_is_filled_saved_and_told(shim: Shim, tmp_path: Path) -> None:
+def test_a_state_is_filled_saved_and_acknowledged(shim: Shim, tmp_path: Path) -> None:
     body, memory = shim.filled(7)
     assert "error" not in shim.ask("save", step=5, metadata={"loss": 1}, tags=["best"], **body)
     told = shim.event()
@@ -49,8 +49,8 @@ def test_a_state_is_filled_saved_and_told(shim: Shim, tmp_path: Path) -> None:
     assert (ckptstore.open(tmp_path / "store").load()["x"] == np.full(5000, 7, np.uint8)).all()
 
 
-def test_what_changes_after_it_was_handed_over_is_noticed(shim: Shim, tmp_path: Path) -> None:
-    """A child of the trainer may have the memory still. The agent's word is the hash that the store has."""
+def test_a_change_after_the_hand_over_is_noticed(shim: Shim, tmp_path: Path) -> None:
+    """A child of the trainer may still have the memory. The agent's answer has the hash that the store has."""
     body, memory = shim.filled(1)
     shim.ask("save", step=1, **body)
     assert shim.event()["event"] == "saved"
@@ -100,7 +100,7 @@ BAD = (
 )
 
 
-def test_what_cannot_be_meant_is_answered_with_an_error_and_nothing_is_stored(shim: Shim, tmp_path: Path) -> None:
+def test_an_invalid_request_is_answered_with_an_error_and_stores_nothing(shim: Shim, tmp_path: Path) -> None:
     for what in BAD.split("|"):
         answer = bad(shim, what)()
         assert "error" in answer, what
@@ -126,12 +126,12 @@ def test_what_cannot_be_meant_is_answered_with_an_error_and_nothing_is_stored(sh
     ],
     ids=["nothing", "too long", "no JSON", "no object", "no request", "deep", "cut off"],
 )
-def test_what_is_no_message_ends_the_connection_and_not_the_agent(shim: Shim, tmp_path: Path, data: bytes) -> None:
+def test_an_invalid_message_ends_the_connection_and_not_the_agent(shim: Shim, tmp_path: Path, data: bytes) -> None:
     body, _ = shim.filled(4)
     shim.ask("save", step=2, **body)
     assert shim.event()["event"] == "saved"
     shim.socket.sendall(data)
-    if len(data) == 5:  # the rest never comes
+    if len(data) == 5:  # the rest never arrives
         shim.close()
     else:
         assert shim.event()["event"] == "broken"
@@ -165,8 +165,8 @@ def test_a_trainer_that_reads_nothing_does_not_stop_the_writing(shim: Shim, tmp_
     until(lambda: (tmp_path / "store" / "FORMAT").exists() and ckptstore.open(tmp_path / "store").latest_step() == 1)
 
 
-def test_memory_that_may_shrink_is_not_believed(tmp_path: Path) -> None:
-    """Reading memory that is not there any more kills a process."""
+def test_memory_that_may_shrink_is_refused(tmp_path: Path) -> None:
+    """Reading memory that no longer exists kills a process."""
     for sealed in (False, True):
         made = os.memfd_create("x", os.MFD_ALLOW_SEALING)
         os.ftruncate(made, 4096 if not sealed else 10)

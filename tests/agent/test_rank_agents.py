@@ -1,4 +1,4 @@
-"""Trainers of two ranks that save together, an agent each, and who of them is killed. Real processes, without torch."""
+"""Trainers of two ranks that save together, an agent each, with kills of some. Real processes, without torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from ckptstore.write.writer_options import WriterOptions
 from tests.agent.lives import ROOT, agents, kill, until
 from tests.agent.rank_trainer import OPTIONS, state
 from tests.forms import long_only
-from tests.write.rank_threads import as_ranks
+from tests.write.rank_threads import Clock, as_ranks
 
 
 def trainer(*arguments: object) -> subprocess.Popen[str]:
@@ -56,7 +56,7 @@ def trainer(*arguments: object) -> subprocess.Popen[str]:
 
 
 def killed_once_delivered(url: Path, path: Path, last: tuple[int, int], options: dict[str, Any]) -> None:
-    """Two trainers give their agents so many steps each; then both are killed."""
+    """Two trainers pass so many steps each to their agents; then both are killed."""
     trainers = [trainer(url, path, rank, step, json.dumps(options)) for rank, step in enumerate(last)]
     for process in trainers:
         assert process.stdout is not None
@@ -67,7 +67,7 @@ def killed_once_delivered(url: Path, path: Path, last: tuple[int, int], options:
 
 
 def check(url: Path, step: int) -> None:
-    """A step is in the store as each rank had it."""
+    """Check that a step is in the store as each rank had it."""
     for rank in range(2):
         loaded = ckptstore.open(url).load(step, rank=rank)
         for name, value in state(step, rank).items():
@@ -83,7 +83,7 @@ def opened(url: Path, group: Group, **options: Any) -> AgentWriter:
 
 
 def continued(url: Path, group: Group, *, inherits: bool) -> int:
-    """Go on with one step -> the step that was there."""
+    """Continue with one step -> the step that was there."""
     with opened(url, group) as writer:
         first = writer.step
         assert (writer.inherited is not None) == inherits
@@ -153,7 +153,8 @@ def test_a_save_waits_until_the_one_before_is_durable_on_all_ranks(
 def test_the_trainers_are_killed_and_what_all_ranks_had_given_is_written(
     tmp_path: Path, runtime: Path, last: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    """A step that one rank has not given is no checkpoint, and holds nobody up; what all have kept they go on from."""
+    """A step that one rank has not handed over is no checkpoint, and delays no rank; the run continues from the step
+    that all agents keep."""
     url, path = tmp_path / "store", tmp_path / "trainers"
     killed_once_delivered(url, path, last, options)
     killed = time.monotonic()
@@ -170,7 +171,7 @@ def test_the_trainers_are_killed_and_what_all_ranks_had_given_is_written(
 def in_memory(
     tmp_path: Path, last: tuple[int, int], leaves: int | None = None
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Trainers whose agents have steps up to `last` in memory alone; one of them, if any, leaves by an exception."""
+    """Trainers whose agents have steps up to `last` only in memory; one trainer, if any, leaves by an exception."""
     options = [json.dumps({"memory": True, "leaves": rank == leaves}) for rank in range(2)]
     ranks = [trainer(tmp_path / "store", tmp_path / "box", rank, last[rank], options[rank]) for rank in range(2)]
     try:
@@ -188,7 +189,8 @@ def in_memory(
 def test_one_trainer_leaves_by_an_exception_while_the_other_sits_in_a_collective(
     tmp_path: Path, runtime: Path, leaves: int
 ) -> None:
-    """It is not held by that, and what both had is written when the other is killed. The one that left was ahead."""
+    """The exception is not delayed by that, and the step of both ranks is written when the other is killed. The one
+    that left was ahead."""
     url = tmp_path / "store"
     with in_memory(tmp_path, (3 + (leaves == 0), 3 + (leaves == 1)), leaves) as ranks:
         assert ranks[leaves].wait(200) == 1
@@ -200,7 +202,7 @@ def test_one_trainer_leaves_by_an_exception_while_the_other_sits_in_a_collective
 
 
 def test_the_trainers_close_their_writers_one_after_the_other(tmp_path: Path, runtime: Path) -> None:
-    """Whoever comes last returns when what both had is written; whoever came first has not waited. Both go on."""
+    """The last to close returns when the step of both is written; the first has not waited. Both can continue."""
     url, box = tmp_path / "store", LocalMailbox()
 
     def work(group: Group) -> int:
@@ -221,7 +223,7 @@ def test_the_trainers_close_their_writers_one_after_the_other(tmp_path: Path, ru
     assert agents(runtime) == []
 
 
-def test_all_agents_are_told_to_end_and_write_what_all_have_in_memory_alone(tmp_path: Path, runtime: Path) -> None:
+def test_agents_that_get_sigterm_write_the_step_that_all_have_only_in_memory(tmp_path: Path, runtime: Path) -> None:
     """As by a scheduler, which ends a whole job."""
     with in_memory(tmp_path, (4, 3)):
         for pid in agents(runtime):
@@ -231,9 +233,9 @@ def test_all_agents_are_told_to_end_and_write_what_all_have_in_memory_alone(tmp_
     check(tmp_path / "store", 3)
 
 
-@long_only  # twenty seconds, for an agent that is told nothing
+@long_only  # twenty seconds, for an agent that gets no message
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_agent_that_alone_is_told_to_end_does_so_and_says_what_is_lost(
+def test_a_single_agent_that_gets_sigterm_ends_and_names_the_lost_steps(
     tmp_path: Path, runtime: Path, rank: int
 ) -> None:
     def work(group: Group) -> str:
@@ -264,7 +266,8 @@ def test_an_agent_that_waits_for_the_word_of_another_hears_that_it_shall_end(tmp
 
 
 def test_the_wait_for_the_others_has_one_bound_that_is_shortened(tmp_path: Path) -> None:
-    """By SIGTERM, and by a successor of the trainer; who came late to the first letter gets no more for the second."""
+    """By SIGTERM, and by a successor of the trainer; a rank that was late with the first message gets no more time for
+    the second."""
     never, told = (lambda: False), threading.Event()
     parting = ShutdownWait(3600, 3600, told.is_set, after=0.1)
     threading.Timer(0.1, told.set).start()
@@ -285,7 +288,7 @@ def test_the_wait_for_the_others_has_one_bound_that_is_shortened(tmp_path: Path)
     assert calls == [], "no trainer was held for long"
 
 
-def test_nobody_goes_on_with_what_was_refused(tmp_path: Path, runtime: Path) -> None:
+def test_a_refused_step_is_not_continued(tmp_path: Path, runtime: Path) -> None:
     """All ranks have kept the same step, and it is no checkpoint: replicas differed in it."""
     url, path = tmp_path / "store", tmp_path / "trainers"
     trainers = [trainer(url, path, rank, 3, json.dumps({"apart": 3})) for rank in range(2)]
@@ -300,8 +303,8 @@ def test_nobody_goes_on_with_what_was_refused(tmp_path: Path, runtime: Path) -> 
     check(url, 3)
 
 
-def test_nobody_goes_on_from_an_agent_that_has_shards(tmp_path: Path, runtime: Path) -> None:
-    """An agent has its own rank's rows alone: the store gives each rank the whole tensor."""
+def test_an_agent_with_shards_is_not_continued_from(tmp_path: Path, runtime: Path) -> None:
+    """An agent has only its own rank's rows: the store gives each rank the whole tensor."""
     url, path = tmp_path / "store", tmp_path / "trainers"
     killed_once_delivered(url, path, (3, 3), {"sharded": True})
     assert as_ranks(2, lambda group: continued(url, group, inherits=False)) == [3, 3]
@@ -309,9 +312,9 @@ def test_nobody_goes_on_from_an_agent_that_has_shards(tmp_path: Path, runtime: P
     check(url, 3)
 
 
-@long_only  # rank 0's agent waits ten seconds for that of rank 1, which nobody ends
-def test_a_group_of_another_size_goes_on_from_the_store(tmp_path: Path, runtime: Path) -> None:
-    """What rank 0 alone has kept may be no whole state."""
+@long_only  # rank 0's agent waits ten seconds for rank 1's, which nobody ends
+def test_a_group_of_another_size_continues_from_the_store(tmp_path: Path, runtime: Path) -> None:
+    """A step that only rank 0 has kept may be no whole state."""
     url, path = tmp_path / "store", tmp_path / "trainers"
     killed_once_delivered(url, path, (3, 3), {})
     assert as_ranks(1, lambda group: continued(url, group, inherits=False)) == [3]
@@ -319,8 +322,8 @@ def test_a_group_of_another_size_goes_on_from_the_store(tmp_path: Path, runtime:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_agent_dies_and_every_rank_is_told(tmp_path: Path, runtime: Path, victim: int) -> None:
-    """Rank 0's has the mailbox; of another one rank 0's hears."""
+def test_an_agent_dies_and_every_rank_gets_an_error(tmp_path: Path, runtime: Path, victim: int) -> None:
+    """Rank 0's agent has the mailbox; the end of another one is reported to rank 0's."""
     url = tmp_path / "store"
 
     def work(group: Group) -> str:
@@ -356,9 +359,9 @@ def test_an_agent_dies_and_every_rank_is_told(tmp_path: Path, runtime: Path, vic
 def test_a_commit_in_doubt_is_not_an_agent_that_is_gone(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both agents live, and nobody answers rank 0's slot: the trainers have to hear that their writers are finished.
+    """Both agents live, and nobody answers rank 0's slot: the trainers must learn that their writers are finished.
 
-    What two agents do, in threads: in their own processes no medium fails as a test wants it.
+    Two agents run in threads here: in their own processes no medium could be made to fail.
     """
     url = str(tmp_path / "store")
     ckptstore.open(url, create=True)
@@ -436,9 +439,9 @@ with writer:
 
 @pytest.mark.parametrize("whose", ["of a rank", "of an agent"])
 def test_a_second_ctrl_c_gives_up_what_closing_waits_for(tmp_path: Path, runtime: Path, whose: str) -> None:
-    """As of a `Writer`: it is said what is waited for, and the interpreter's end does not wait again.
+    """As with a `Writer`: a message names what closing waits for, and the interpreter's end does not wait again.
 
-    Of an agent that is stopped one Ctrl-C is enough: nobody would answer.
+    If the agent is stopped, one Ctrl-C is enough: it would not answer.
     """
     url = tmp_path / "store"
     command = [sys.executable, "-c", LEAVING, str(url), whose]
@@ -473,8 +476,23 @@ def test_ranks_that_cannot_have_agents_begin_none(tmp_path: Path, runtime: Path)
     assert agents(runtime) == []
 
 
-def test_who_came_is_told_at_once_that_another_rank_did_not(tmp_path: Path, runtime: Path) -> None:
-    box, late = LocalMailbox(), RankOptions(timeout=2)
+class Impatient(LocalMailbox):
+    """Hours pass once a rank has come."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def set(self, key: str, value: bytes) -> None:
+        super().set(key, value)
+        if "/here/" in key:
+            self._clock.put_forward()
+
+
+def test_a_rank_gets_an_error_at_once_if_another_did_not_come(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box, late = Impatient(Clock(monkeypatch)), RankOptions(timeout=600)
 
     def work(group: Group) -> None:
         ckptstore.agent.writer(tmp_path / "store", group=Group(group.rank, 3, box), ranks=late)
@@ -482,7 +500,7 @@ def test_who_came_is_told_at_once_that_another_rank_did_not(tmp_path: Path, runt
     told = as_ranks(2, work, box)
     assert isinstance(told[0], MissingRankError)
     assert isinstance(told[1], FailedRankError), told[1]
-    assert "rank 2 of 3 did not come within 2 s" in str(told[1])
+    assert "rank 2 of 3 did not come within 600 s" in str(told[1])
     assert agents(runtime) == []
 
 
@@ -517,7 +535,7 @@ def test_ranks_on_several_machines_are_refused(tmp_path: Path, runtime: Path) ->
 
 
 def test_ranks_of_groups_of_two_sizes_are_refused(tmp_path: Path, runtime: Path) -> None:
-    """Each would wait for others than those that are there."""
+    """Each would wait for ranks that do not exist."""
     box = LocalMailbox()
 
     def work(group: Group) -> None:

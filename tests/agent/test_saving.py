@@ -1,4 +1,4 @@
-"""What an agent stores is what a writer in the trainer's process would have stored; and it says what goes wrong."""
+"""An agent stores the same data as a writer in the trainer's process, and reports errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_state_may_change_as_soon_as_save_async_returns(tmp_path: Path) -> N
         assert (store.load(step)["weights"] == step).all()
 
 
-def test_what_is_said_of_a_checkpoint_arrives(tmp_path: Path) -> None:
+def test_labels_of_a_checkpoint_arrive(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as writer:
         told: list[bool] = []
         pending = writer.save_async(begun(), 5, metadata={"loss": [0.5, float("inf")]}, tags=["best", "first"])
@@ -99,7 +99,7 @@ def test_the_agent_imports_no_torch(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as writer:
         writer.save(training_state(), 1)
         assert "libtorch" not in Path(f"/proc/{writer.agent_pid}/maps").read_text()
-        assert os.getsid(writer.agent_pid) == writer.agent_pid  # a session of its own: no signal to the group finds it
+        assert os.getsid(writer.agent_pid) == writer.agent_pid  # in its own session: no signal to the group reaches it
 
 
 def test_the_environment_is_the_trainers(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def train(writer: Any, *, sparse: bool = False, steps: int = 12) -> dict[int, An
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_gradient_diffs_are_coded_in_the_agent_as_they_would_be_here(tmp_path: Path, sparse: bool) -> None:
+def test_gradient_diffs_are_encoded_in_the_agent_as_in_the_trainer(tmp_path: Path, sparse: bool) -> None:
     options = {"diffs": DiffOptions(full_every=6, batch=3, seconds=None), "max_in_flight": 2}
     with opened(tmp_path / "agent", **options) as writer:
         states = train(writer, sparse=sparse)
@@ -154,7 +154,7 @@ def test_gradient_diffs_are_coded_in_the_agent_as_they_would_be_here(tmp_path: P
         same(state, there.load(step))
 
 
-def test_deltas_are_coded_in_the_agent(tmp_path: Path) -> None:
+def test_deltas_are_encoded_in_the_agent(tmp_path: Path) -> None:
     with opened(tmp_path / "store", deltas=DeltaOptions(interval=4), max_in_flight=2) as writer:
         states = train_plain(writer)
     store = ckptstore.open(tmp_path / "store")
@@ -266,7 +266,7 @@ def test_a_killed_agent_is_noticed_and_another_one_begins_with_a_full(tmp_path: 
     assert pending[0].result().step == 1
     kill(writer.agent_pid)
     until(lambda: all(one.done() for one in pending))
-    for one in pending[1:]:  # nothing that was not acknowledged is claimed
+    for one in pending[1:]:  # it claims nothing that was not acknowledged
         with pytest.raises(AgentLostError, match=rf"step {one.step} may or may not be in the store"):
             one.result()
     trainer.train()
@@ -280,7 +280,7 @@ def test_a_killed_agent_is_noticed_and_another_one_begins_with_a_full(tmp_path: 
     ]
 
 
-def test_what_was_lost_and_not_asked_for_is_raised_once(tmp_path: Path) -> None:
+def test_an_unreported_loss_is_raised_once(tmp_path: Path) -> None:
     writer = opened(tmp_path / "store", diffs=DiffOptions(batch=50, seconds=None))
     trainer = Trainer()
     for step in (1, 2):
@@ -348,7 +348,7 @@ def test_a_fork_cannot_use_it_and_does_not_keep_it_alive(tmp_path: Path) -> None
         if child == 0:
             code = 1
             try:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs an interpreter that goes on
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs a running interpreter
                 signal.alarm(20)
                 for call in (lambda: writer.save(begun(), 2), writer.poll):
                     with pytest.raises(WriterClosedError, match="not to its fork"):
@@ -396,7 +396,7 @@ def test_options_that_another_process_cannot_have_are_refused(tmp_path: Path) ->
     assert not (tmp_path / "store").exists()
 
 
-def test_what_opening_raises_comes_from_the_agent_as_it_is(tmp_path: Path, runtime: Path) -> None:
+def test_errors_of_opening_come_unchanged_from_the_agent(tmp_path: Path, runtime: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "novel.txt").write_text("once")
     with pytest.raises(UsageError, match="not a checkpoint store"):

@@ -1,4 +1,4 @@
-"""An agent that is stopped answers nobody: that is said, ends in a typed error, and one Ctrl-C ends the wait."""
+"""A stopped agent answers nobody: a warning says so, a typed error ends the wait, and so does one Ctrl-C."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.agent.lives import ROOT, advance, alive, begun, kill, truth, until
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times that a test can wait for."""
+    """Shorter times, so that a test can wait for them."""
     monkeypatch.setattr(agent_link, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(agent_link, "SAID_SECONDS", 0.5)
     monkeypatch.setattr(agent_link, "PATIENT_SECONDS", 2.0)
@@ -50,7 +50,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_what_the_system_says_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
+def test_the_systems_state_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
     pid = sleeper.pid
     assert stopped(pid) is None
     _stop(pid)
@@ -64,7 +64,7 @@ def test_what_the_system_says_of_a_process(sleeper: subprocess.Popen[bytes]) -> 
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_stopped_agent_is_named_and_waited_for_so_long(tmp_path: Path) -> None:
+def test_a_stopped_agent_is_named_and_waited_for_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = begun()
     with ckptstore.agent.writer(tmp_path / "s", max_in_flight=1) as writer:
         writer.save(state, 0)
@@ -76,14 +76,15 @@ def test_a_stopped_agent_is_named_and_waited_for_so_long(tmp_path: Path) -> None
         for text in (str(told[0].message), str(raised.value)):
             assert f"process {writer.agent_pid}" in text
             assert f"kill -CONT {writer.agent_pid}" in text
+        monkeypatch.setattr(agent_link, "PATIENT_SECONDS", 120.0)
         began = time.monotonic()
         with pytest.raises(AgentSilentError):
             writer.save(state, 2)
-        assert time.monotonic() - began < 1, "it is known by now"
+        assert time.monotonic() - began < 60, "it is known by now"
         os.kill(writer.agent_pid, signal.SIGCONT)
         until(lambda: answers(writer))
         assert writer.term == 1
-        for step in range(3, 9):  # no buffer is lost to those that failed
+        for step in range(3, 9):  # no buffer of a failed save is lost
             state = advance(state)
             writer.save(state, step)
     assert ckptstore.open(tmp_path / "s").latest_step() == 8
@@ -91,7 +92,7 @@ def test_a_stopped_agent_is_named_and_waited_for_so_long(tmp_path: Path) -> None
 
 
 class Freezer:
-    """A control group of this test. What is in it can be frozen, as `docker pause` and batch systems do it."""
+    """A control group of this test. Its processes can be frozen, as by `docker pause` and batch systems."""
 
     def __init__(self, parent: Path, version: int) -> None:
         name, frozen, thawed = ("freezer.state", "FROZEN", "THAWED") if version == 1 else ("cgroup.freeze", "1", "0")
@@ -123,7 +124,7 @@ class Freezer:
 
 @pytest.fixture(params=["cgroup", "cgroup2"])
 def freezer(request: pytest.FixtureRequest) -> Iterator[Freezer]:
-    """Of version 1 or 2, if this machine has it and lets us."""
+    """Of version 1 or 2, if this machine has it and permits its use."""
     for line in Path("/proc/self/mounts").read_text("utf-8").splitlines():
         _, place, kind, options = line.split()[:4]
         if kind != request.param or (kind == "cgroup" and "freezer" not in options.split(",")):
@@ -144,7 +145,7 @@ def test_one_whose_control_group_is_frozen_is_named(tmp_path: Path, freezer: Fre
     with ckptstore.agent.writer(tmp_path / "s", max_in_flight=1) as writer:
         writer.save(begun(), 0)
         freezer.freeze(writer.agent_pid)
-        rescue = threading.Timer(20, freezer.thaw)  # a wait without an end would be this test's, too
+        rescue = threading.Timer(20, freezer.thaw)  # without a timeout this test would hang, too
         rescue.start()
         began = time.monotonic()
         with pytest.warns(SilentAgentWarning) as told, pytest.raises(AgentSilentError) as raised:
@@ -162,15 +163,23 @@ def test_one_whose_control_group_is_frozen_is_named(tmp_path: Path, freezer: Fre
 
 
 @pytest.mark.usefixtures("hurried")
-def test_one_that_goes_on_in_time_is_only_spoken_of(tmp_path: Path) -> None:
+def test_an_agent_that_resumes_in_time_causes_only_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_link, "PATIENT_SECONDS", 120.0)
     with ckptstore.agent.writer(tmp_path / "s") as writer:
         writer.save(begun(), 0)
         _stop(writer.agent_pid)
-        timer = threading.Timer(1.2, os.kill, (writer.agent_pid, signal.SIGCONT))
-        timer.start()
-        with pytest.warns(SilentAgentWarning):
+        told = pytest.warns(SilentAgentWarning)
+
+        def continue_it() -> None:
+            with contextlib.suppress(AssertionError):  # it is continued in any case: the save waits for it
+                until(lambda: len(told) > 0)
+            os.kill(writer.agent_pid, signal.SIGCONT)
+
+        thread = threading.Thread(target=continue_it)
+        thread.start()
+        with told:
             writer.save(truth(1), 1)
-        timer.join()
+        thread.join()
     assert ckptstore.open(tmp_path / "s").latest_step() == 1
 
 
@@ -184,7 +193,7 @@ def test_closing_ends_and_the_agent_finishes_later(tmp_path: Path) -> None:
     began = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SilentAgentWarning)
-        with contextlib.suppress(AgentSilentError):  # unless it was quicker than the signal
+        with contextlib.suppress(AgentSilentError):  # unless it was faster than the signal
             writer.close()
     assert pending.done()
     assert time.monotonic() - began < 20
@@ -209,7 +218,8 @@ os._exit(9)
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.filterwarnings("ignore::ckptstore.DeterminismWarning")  # the one that left it had no torch; this may
+# The killed trainer had no torch; this process may have it.
+@pytest.mark.filterwarnings("ignore::ckptstore.DeterminismWarning")
 def test_one_that_was_left_and_is_stopped_is_named(tmp_path: Path) -> None:
     pid = _left(tmp_path / "s")
     _stop(pid)
@@ -267,7 +277,7 @@ with Checkpointer(url, model=net, optimizer=adam, strategy="full", agent=True, o
 
 
 def test_one_ctrl_c_ends_the_wait_of_a_trainer(tmp_path: Path) -> None:
-    """The real thing: a training script, its agent stopped, after 5 s a warning, and Ctrl-C once."""
+    """A real training script whose agent is stopped: a warning after 5 s, then one Ctrl-C."""
     pytest.importorskip("torch")
     trainer = subprocess.Popen(
         [sys.executable, "-c", _LOOP, "raise", tmp_path / "s"],
@@ -365,7 +375,8 @@ for name in {_USERS}:
     with open(name + ".py", "w") as file:
         file.write("raise RuntimeError('a file of the user')\\n")
 """
-"""A trainer that has its modules already when files of these names come into its folder, which is on its path."""
+"""A trainer that has already imported its modules when files of these names appear in its folder, which is on its path.
+"""
 
 _PLAIN = """
 import sys
@@ -379,7 +390,7 @@ with ckptstore.agent.writer(sys.argv[1]) as writer:
 
 @pytest.mark.parametrize("how", ["-P", "-c", "script", "-m"])
 def test_a_file_of_the_user_s_kills_no_agent(tmp_path: Path, how: str) -> None:
-    """Named as modules of Python that only the agent still has to import: the trainer found its own before."""
+    """Files named like Python modules that only the agent has yet to import: the trainer has imported its own."""
     script = f"{_BEFORE}{_PLAIN}"
     (tmp_path / "trainer.py").write_text(script)
     words = {"-P": ["-P", "-c", script], "-c": ["-c", script], "script": ["trainer.py"], "-m": ["-m", "trainer"]}[how]

@@ -1,4 +1,4 @@
-"""Small training trajectories: weights that walk at random, their moments and gradients."""
+"""Small training trajectories: weights on a random walk, their moments and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckptstore.analysis`: numbers checked against direct calls of the codecs and against plain arithmetic."""
+"""`ckptstore.analysis`: its numbers compared with direct calls of the codecs and with plain arithmetic."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def one(found: Analysis, kind: str, method: str, index: int, base: int | None = 
 
 
 def blocks(state: dict[str, np.ndarray], names: Sequence[str]) -> list[np.ndarray]:
-    """What the units of these tensors hold: here one large tensor, and a small one alone."""
+    """The contents of the units of these tensors: here one large tensor, and one small one alone."""
     images = [state[name].reshape(-1).view(np.uint8) for name in names]
     return [image[at : at + BLOCK] for image in images for at in range(0, len(image), BLOCK)]
 
@@ -88,7 +88,7 @@ def entropy(words: np.ndarray) -> float:
 
 
 def least_entropy(words: np.ndarray) -> float:
-    """As they are, rotated, or with the sign as lowest bit of what is mirrored at zero."""
+    """Of the numbers unchanged, rotated, or with the sign as lowest bit of those mirrored at zero."""
     rotated = (words << np.uint32(1)) | (words >> np.uint32(31))
     mapped = (words << np.uint32(1)) ^ (np.uint32(0) - (words >> np.uint32(31)))
     return min(map(entropy, (words, rotated, mapped)))
@@ -119,7 +119,7 @@ def test_no_codec_without_context_is_below_its_bound(found: Analysis) -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_nothing_drawn_is_below_its_bound(tmp_path: Path, exact: bool) -> None:
-    """Moments whose signs differ, rows that no token has reached, rows of their own scale, new gradients."""
+    """Moments whose signs differ, rows that no token has used, rows with their own scale, new gradients."""
     rng = np.random.default_rng(5)
     scale = np.exp(rng.normal(0, 3, (3000, 1)))
     scale[rng.random(3000) < 0.5] = 0
@@ -140,7 +140,7 @@ def test_nothing_drawn_is_below_its_bound(tmp_path: Path, exact: bool) -> None:
 
 
 def test_a_rate_is_that_of_the_codec_not_of_what_loads(tmp_path: Path) -> None:
-    """Of two classes of the same numbers the one measured first is as fast as the other, in a process that starts."""
+    """Of two classes of the same numbers the one measured first is as fast as the other, in a new process."""
     pytest.importorskip("numba")
     numbers = trajectory(2, 2000)
     for state in numbers:

@@ -1,4 +1,4 @@
-"""Parts of the analysis: series, classes, sampling, what is compared, and what follows."""
+"""Parts of the analysis: series, classes, sampling, comparisons, and conclusions."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_what_differs_is_left_out_and_reported(tmp_path: Path) -> None:
         ("model.bn1.running_var", "other"),
         ("model.layers.0.attn.v.weight", "weight"),
         ("transformer.h.0.mlp.c_fc.weight", "weight"),
-        ("model.momentum.proj.weight", "weight"),  # a module may be called anything
+        ("model.momentum.proj.weight", "weight"),  # a module may have any name
         ("v.blocks.0.weight", None),
         ("optimizer.param_groups.0.buffer", None),
         ("something", None),
@@ -204,7 +204,7 @@ def test_units_cover_every_byte_once(sizes: list[int], budget: int | float | Non
         assert len(group.units) == group.blocks or len(group.units) >= 8
 
 
-# -- what is compared
+# -- comparisons
 
 
 def test_a_regular_series_is_compared_over_octaves_at_the_same_targets() -> None:
@@ -221,7 +221,7 @@ def test_a_regular_series_is_compared_over_octaves_at_the_same_targets() -> None
 
 
 def test_few_steps_are_few_steps() -> None:
-    """Seven gaps, each at four more steps, made 28 restores of whole chains beside the 4 that were asked for."""
+    """Seven gaps, each at four more steps, made 28 restores of whole chains in addition to the 4 requested."""
     steps = list(range(1, 259))
     plan = plan_targets(steps, points=4)
     assert [target.index for target in plan.targets] == [0, 86, 171, 257]
@@ -229,7 +229,7 @@ def test_few_steps_are_few_steps() -> None:
     assert len(plan.needed) <= 4 + 3 * 4
     assert plan.needed[-1] == 257
     assert len(plan_targets(steps, points=12).targets) > 12
-    # Where none of them has a base at a gap, one more is measured.
+    # If none of them has a base at a gap, one more is measured.
     gap = plan_targets(steps, (256,), points=2)
     assert [target.index for target in gap.targets] == [0, 257]
     odd = plan_targets([0, 5, 6, 20], (1,), points=2)
@@ -237,7 +237,7 @@ def test_few_steps_are_few_steps() -> None:
 
 
 def test_only_what_is_measured_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a store with 258 step diffs each of the other checkpoints took a chain to open."""
+    """In a store with 258 step diffs each of the other checkpoints took a chain to open."""
     store = ckptstore.open(tmp_path / "run")
     with store.writer() as writer:
         for step, state in enumerate(trajectory(30, 16), 1):
@@ -290,15 +290,15 @@ def test_any_series_can_be_planned(steps: set[int], points: int) -> None:
         assert all(base < target.index and gap >= 1 for base, gap in target.bases)
 
 
-# -- what follows
+# -- conclusions
 
 
 @given(
     st.lists(st.floats(20, 99), min_size=4, max_size=4), st.sampled_from([1.5, 3.0, 4.0, math.inf]), st.integers(1, 50)
 )
 @settings(max_examples=short_or(100, 400), deadline=None)
-def test_what_is_recommended_stores_least_by_the_table(sizes: list[float], times: float, depth: int) -> None:
-    """Two reckonings of one chain differed where the largest delta is not the one over the largest gap."""
+def test_the_recommendation_stores_least_by_the_table(sizes: list[float], times: float, depth: int) -> None:
+    """Two calculations of one chain differed if the largest delta is not the one over the largest gap."""
     known = DeltaSizes(100.0, dict(zip((1, 2, 8, 16), sizes, strict=True)))
     chosen = best_interval(known, 100.0 * times, depth)
     table = {one.interval: one for one in interval_costs(known, 100.0 * times, depth)}

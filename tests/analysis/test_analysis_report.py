@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing else."""
+"""The report: one self-contained page."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_place_that_cannot_be_written(found: Analysis, tmp_path: Path) -> None
         (("xor", "recommended"), "Compressing before sending pays at 1 Gbit/s"),
     ],
 )
-def test_what_is_said_of_links(found: Analysis, quick: tuple[str, ...], title: str) -> None:
+def test_the_sentences_about_links(found: Analysis, quick: tuple[str, ...], title: str) -> None:
     rows = [
         replace(row, encode=0.0 if row.method == "raw" else 1.0, send=0.0 if row.method in quick else 1.0)
         for row in found.shipping
@@ -106,8 +106,8 @@ def test_what_is_said_of_links(found: Analysis, quick: tuple[str, ...], title: s
     assert shipping_title(replace(found, shipping=rows)) == title
 
 
-def test_what_is_sent_sooner_than_what_is_recommended(found: Analysis) -> None:
-    """The recommendation stores least; where something else arrives first, the page says what, and on which link."""
+def test_a_choice_that_arrives_before_the_recommendation(found: Analysis) -> None:
+    """The recommendation stores least; if another choice arrives first, the page names it and its link."""
     seconds = {"recommended": 3.0, "xor": 1.0, "raw": 2.0}
     rows = [replace(row, encode=0.0, send=seconds.get(row.method, 9.0)) for row in found.shipping]
     links = [row for row in rows if row.method == "raw"]
@@ -119,7 +119,7 @@ def test_what_is_sent_sooner_than_what_is_recommended(found: Analysis) -> None:
 
 
 def test_a_title_says_the_numbers_of_its_picture(found: Analysis) -> None:
-    """The picture is of one gap; the recommendation may have been measured at another."""
+    """The picture has one gap; the recommendation may have been measured at another."""
     wrong = [replace(one, estimate=replace(one.estimate, fraction=1e-9)) for one in found.advice.groups]
     assert codecs_title(replace(found, advice=replace(found.advice, groups=tuple(wrong)))) == codecs_title(found)
 

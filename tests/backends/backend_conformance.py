@@ -1,4 +1,4 @@
-"""What every backend must do, as one suite: subclass `BackendConformance` and say how to open the store.
+"""The requirements on every backend, as one suite: subclass `BackendConformance` and define how to open the store.
 
 ::
 
@@ -7,8 +7,9 @@
         def opener(self, bucket):
             return functools.partial(S3Backend, bucket)   # picklable if `processes`
 
-The suite checks what the commit protocol rests on (one winner per create, also among processes), and what readers and
-writers of segments expect. Durability is not visible to it: see ``tests/tools/test_crash_toolbox.py`` for POSIX.
+The suite checks the properties that the commit protocol relies on (one winner per create, also among processes), and
+the expectations of readers and writers of segments. It cannot see durability: see ``tests/tools/test_crash_toolbox.py``
+for POSIX.
 """
 
 from __future__ import annotations
@@ -112,17 +113,17 @@ class BackendConformance:
     rounds = 100
     """Rounds of each race."""
     replacements = 200
-    """How often a pin is replaced under its readers' eyes."""
+    """How often a pin is replaced while others read it."""
     creates = 60
-    """Objects that are created under their readers' eyes."""
+    """Objects that are created while others read them."""
     whole = True
-    """Whether nobody sees a part of an object that is created, or of a pin that is replaced."""
+    """Whether a reader never sees a part of an object that is being created, or of a pin that is being replaced."""
     taken_at_seal = False
-    """Whether a segment's name is looked at only when it is sealed, and nothing is there before."""
+    """Whether a segment's name is checked only when it is sealed, and nothing is there before."""
 
     @pytest.fixture
     def opener(self, tmp_path: Any) -> Opener:
-        """Opens the store, empty at first; every call gives another handle on the same one."""
+        """Opens the store, empty at first; every call returns another handle on it."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -132,7 +133,7 @@ class BackendConformance:
     # Small objects
 
     @pytest.mark.parametrize("size", [0, 1, 4096, 300_000])
-    def test_what_was_created_is_read_back(self, backend: Backend, opener: Opener, size: int) -> None:
+    def test_created_objects_are_read_back(self, backend: Backend, opener: Opener, size: int) -> None:
         data = bytes(filled(size))
         backend.create("log/00000000000000000000", data)
         for handle in (backend, opener()):
@@ -165,7 +166,7 @@ class BackendConformance:
             backend.get("log/2")
 
     def test_a_folder_is_no_object(self, backend: Backend) -> None:
-        """A medium that has folders refuses to read one; to others it is absent."""
+        """A medium that has folders refuses to read one; on others it is absent."""
         backend.create("seg/1/a", b"")
         for key in ("seg", "seg/1"):
             for ask in (backend.get, backend.size, backend.open_source):
@@ -173,7 +174,7 @@ class BackendConformance:
                     ask(key)
 
     @pytest.mark.parametrize("size", [1, 4096, 100_000])
-    def test_what_is_longer_than_the_limit_is_refused(self, backend: Backend, size: int) -> None:
+    def test_an_object_longer_than_the_limit_is_refused(self, backend: Backend, size: int) -> None:
         data = bytes(filled(size))
         backend.create("log/1", data)
         for limit in (size, size + 1):
@@ -184,7 +185,7 @@ class BackendConformance:
         with pytest.raises(ForeignObjectError, match=SEGMENT):
             backend.get(SEGMENT, 0)
 
-    def test_what_is_opened_again_is_the_same_store(self, backend: Backend) -> None:
+    def test_a_store_that_is_opened_again_is_the_same(self, backend: Backend) -> None:
         backend.create("log/1", b"1")
         assert not backend.deleted()
         again = backend.reopened()
@@ -300,8 +301,8 @@ class BackendConformance:
 
     # Readers beside a writer
 
-    def test_a_create_is_seen_whole_or_not_at_all_or_as_on_its_way(self, backend: Backend, opener: Opener) -> None:
-        """What is not whole is recognised as the beginning of a text: `torn`. Where `whole` nobody sees it at all."""
+    def test_a_create_is_seen_whole_or_absent_or_torn(self, backend: Backend, opener: Opener) -> None:
+        """An incomplete object is recognised as the beginning of a text: `torn`. With `whole` none is ever seen."""
         texts = [seal({"n": number, "text": "x" * (number * 997)}) for number in range(self.creates)]
         done = threading.Event()
         seen: set[tuple[int, bytes]] = set()
@@ -434,7 +435,7 @@ class BackendConformance:
         [
             (0, 3 << 20, 0),  # everything, aligned
             (BLOCK, 2 << 20, 0),
-            (100, (2 << 20) + 17, 100),  # memory and offset off by the same: only the ends are unaligned
+            (100, (2 << 20) + 17, 100),  # memory and offset misaligned alike: only the ends are unaligned
             (100, 2 << 20, 0),
             (0, 2 << 20, 1),
             ((3 << 20) + 7, 10, 3),  # inside the last, short block
@@ -472,12 +473,16 @@ class BackendConformance:
             assert all(pool.map(read, range(40)))
         source.close()
 
-    def test_reading_past_the_end_is_corruption(self, backend: Backend) -> None:
+    @pytest.mark.parametrize(
+        ("offset", "length"), [(0, BLOCK + 2), (BLOCK + 1, 1), (1 << 60, 1), (-1, 1), (0, 4 << 20)]
+    )
+    def test_reading_past_the_end_is_corruption(self, backend: Backend, offset: int, length: int) -> None:
         write_segment(backend, filled(BLOCK + 1))
-        with backend.open_source(SEGMENT) as source:
-            for offset, length in ((0, BLOCK + 2), (BLOCK + 1, 1), (1 << 60, 1), (-1, 1), (0, 4 << 20)):
-                with pytest.raises(CorruptSegmentError, match="0123456789abcdef"):
-                    source.read_into(offset, aligned(length))
+        with (
+            backend.open_source(SEGMENT) as source,
+            pytest.raises(CorruptSegmentError, match="0123456789abcdef"),
+        ):
+            source.read_into(offset, aligned(length))
 
     def test_a_closed_source_gives_nothing(self, backend: Backend) -> None:
         write_segment(backend, filled(BLOCK))

@@ -1,4 +1,4 @@
-"""Let failures in the shared suite explain themselves; a real S3 server where a test asks for one."""
+"""Rewrites assertions of the shared suite, so that failures explain themselves; provides a real S3 server."""
 
 from __future__ import annotations
 

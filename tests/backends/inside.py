@@ -1,4 +1,4 @@
-"""What the tests of this room reach inside the backends for; see each function."""
+"""Private parts of the backends that the tests of this room use; each function states why."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["forget_own_names", "libc_calls", "node_of"]
 
 
 def libc_calls(patch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
-    """Note what the system is called with through ctypes, and call it -> name and arguments: `posix._call`.
+    """Record the calls of libc through ctypes, and make them -> name and arguments: `posix._call`.
 
-    Pointers are given as numbers. What a library of C is called with leaves no trace that Python could read.
+    Pointers are given as numbers. Calls of a C library leave no trace that Python could read.
     """
     calls: list[tuple[str, tuple[Any, ...]]] = []
     real = posix._call
@@ -41,5 +41,5 @@ def node_of(backend: LocalBackend, key: str) -> int:
 
 
 def forget_own_names(patch: pytest.MonkeyPatch) -> None:
-    """A negative control, without what keeps a segment from being overwritten: `SpareFiles._require_own_name`."""
+    """A negative control, without the check that protects segments from overwriting: `SpareFiles._require_own_name`."""
     patch.setattr(SpareFiles, "_require_own_name", lambda *_: None)

@@ -1,4 +1,4 @@
-"""A bandwidth: what goes to a bucket and comes from it is no faster on average. Clocks of the tests' own."""
+"""A bandwidth limit: transfers to and from a bucket are no faster on average. The tests have their own clocks."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_bytes_take_their_time_and_no_more() -> None:
     clock = Clock()
     one = Bandwidth(1000.0, clock, clock.sleep)
     one.take(500)
-    assert clock.now == 100.0  # nothing went before
+    assert clock.now == 100.0  # no transfer before
     one.take(2000)
     assert clock.now == pytest.approx(100.5)
     one.take(1)
     assert clock.now == pytest.approx(102.5)
     clock.now += 60
-    one.take(3000)  # what was not used is gone: no burst
+    one.take(3000)  # unused bandwidth is lost: no burst
     one.take(1)
     assert clock.now == pytest.approx(162.5 + 3)
 
@@ -49,16 +49,16 @@ def test_rates_as_people_write_them(text: str | int, rate: float) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["fast", "", "-3MB", 0, "0", "5XB", float("nan"), float("inf")])
-def test_what_is_no_rate_is_refused(wrong: object) -> None:
+def test_an_invalid_rate_is_refused(wrong: object) -> None:
     with pytest.raises(UsageError, match="bandwidth"):
         ckptstore.open("s3://bucket/run", storage_options={"bandwidth": wrong})
 
 
 def test_a_run_is_saved_and_loaded_at_the_rate(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted: the time that passed on the limit's clock is that of the bytes that the costs tell."""
+    """The time that passed on the limit's clock is that of the counted bytes."""
     clock = Clock()
     monkeypatch.setattr(object_requests, "Bandwidth", lambda rate: Bandwidth(rate, clock, clock.sleep))
-    monkeypatch.setattr(object_segments, "SINGLE", 1 << 20)  # the full goes up in parts
+    monkeypatch.setattr(object_segments, "SINGLE", 1 << 20)  # the full is uploaded in parts
     monkeypatch.setattr(bandwidth, "PIECE", 1 << 18)
     rate = 1e6
     store = ckptstore.open(s3.url(), storage_options=s3.options | {"bandwidth": rate})

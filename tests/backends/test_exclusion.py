@@ -1,4 +1,4 @@
-"""One at a time on one place: also beside processes that were forked meanwhile."""
+"""One process at a time in one place, also beside processes that were forked meanwhile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_child_that_was_forked_meanwhile_keeps_nobody_out(tmp_path: Path) -> N
         assert mine
         child = os.fork()
         if not child:
-            time.sleep(60)  # as a worker of a DataLoader does, which knows nothing of it
+            time.sleep(60)  # like a worker of a DataLoader, which knows nothing of it
             os._exit(0)
     try:
         handle = os.open(tmp_path / "run", os.O_RDONLY)
@@ -45,7 +45,7 @@ def test_a_child_has_no_lock_of_its_parent(tmp_path: Path) -> None:
     with alone(backend):
         child = os.fork()
         if not child:
-            with alone(backend, lambda: False) as mine:  # the parent has it still
+            with alone(backend, lambda: False) as mine:  # the parent still has it
                 os._exit(0 if not mine else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -82,8 +82,9 @@ def test_a_process_that_was_killed_leaves_no_lock_to_its_child(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("which", ["here", "there"])
-def test_what_a_writer_that_is_closed_could_not_bring_is_told(tmp_path: Path, which: str) -> None:
-    """Nothing brought, because another process is at work there, is not everything brought."""
+def test_a_closed_writer_reports_undrained_steps(tmp_path: Path, which: str) -> None:
+    """If a closed writer brought nothing because another process is at work there, it must not report that all was
+    brought."""
     store = ckptstore.open(tmp_path / "here", remote=str(tmp_path / "there"))
     writer = store.writer(poll_seconds=None)
     writer.save_async(STATE, 1).result(tier="remote")

@@ -1,4 +1,4 @@
-"""fsspec's file systems: read and written where they create exclusively, refused with the reason where they do not."""
+"""fsspec's file systems: used if they create exclusively, otherwise refused with the reason."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TestFsspecLocal(BackendConformance):
 
 
 class Linkless(LocalFileSystem):
-    """Local files without hard links, as most file systems of fsspec are: an object is seen while it is written."""
+    """Local files without hard links, like most file systems of fsspec: an object is visible while it is written."""
 
     protocol = "linkless"
     link = None
@@ -53,7 +53,7 @@ class Linkless(LocalFileSystem):
 
 
 class _Slowly:
-    """Writes in pieces, each of which can be seen before the next."""
+    """Writes in pieces, each of which is visible before the next."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -88,7 +88,7 @@ class NoLinks(LocalFileSystem):
 
 
 class Symbolic(LocalFileSystem):
-    """A `link` that makes symbolic links, which lead nowhere once the temporary file is gone."""
+    """A `link` that makes symbolic links, which are broken once the temporary file is gone."""
 
     protocol = "symbolic"
 
@@ -107,7 +107,7 @@ def test_where_links_do_not_work_files_are_opened_exclusively(tmp_path: Path, fi
 
 
 def test_a_slot_that_could_not_be_written_was_never_sent(tmp_path: Path) -> None:
-    """It fails before the object has its name, so that the term goes on, and nobody finds half a slot."""
+    """It fails before the object has its name, so the term continues, and nobody finds half a slot."""
 
     class Full(LocalFileSystem):
         full = False
@@ -161,7 +161,7 @@ def test_a_segment_that_was_shortened_while_it_was_open(tmp_path: Path) -> None:
             source.read_into(0, memoryview(bytearray(source.size)))
 
 
-def test_what_does_not_create_exclusively_is_refused_with_the_reason() -> None:
+def test_a_file_system_without_exclusive_creates_is_refused_with_the_reason() -> None:
     class Careless(MemoryFileSystem):
         protocol = "careless"
         store: ClassVar[dict[str, Any]] = {}
@@ -216,7 +216,7 @@ def test_errors_of_a_file_system_become_the_projects(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_file_system_that_looks_before_it_writes_is_never_taken(tmp_path: Path, wrapped: bool) -> None:
-    """fsspec's own `pipe_file`: a race of the probe may well have one winner all the same."""
+    """fsspec's own `pipe_file`: one winner in the probe's race does not prove that it is safe."""
 
     class Looks(LocalFileSystem):
         link = None
@@ -232,7 +232,7 @@ def test_a_file_system_that_looks_before_it_writes_is_never_taken(tmp_path: Path
 
 
 def test_an_asynchronous_file_system_in_a_fork_is_named(tmp_path: Path) -> None:
-    """Its loop is a thread of the parent's. Made anew in the child it works."""
+    """Its loop is a thread of the parent's. A new one in the child works."""
     ckptstore.open(tmp_path / "store", create=True)
     script = (
         "import os, sys, warnings; warnings.simplefilter('ignore')\n"

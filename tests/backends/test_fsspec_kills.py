@@ -1,7 +1,7 @@
-"""SIGKILL of a writer on a file system of fsspec, with and without hard links: what was acknowledged is there.
+"""SIGKILL of a writer on a file system of fsspec, with and without hard links: acknowledged checkpoints survive.
 
-Without links a kill may leave a slot of which only a part was written. The next writer finds it torn for good after a
-bounded time, and goes on from the newest checkpoint that is named.
+Without links a kill may leave a partially written slot. The next writer finds it torn for good after a bounded time,
+and continues from the newest checkpoint that is named.
 """
 
 from __future__ import annotations

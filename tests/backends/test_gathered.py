@@ -1,4 +1,4 @@
-"""Segments that are collected in memory: whose memory that is, and that one is sent while the next is filled."""
+"""Segments that are collected in memory: who owns the memory, and that one is sent while the next is filled."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_memory_is_used_again_where_it_fits_and_is_bounded() -> None:
     blocks = Blocks(6 * MIB)
     first, second = blocks.take(4 * MIB), blocks.take(2 * MIB + 1)
     assert (len(first), len(second)) == (4 * MIB, 3 * MIB)
-    blocks.give([first, second])  # together too many: the older one goes
+    blocks.give([first, second])  # together too large: the older one goes
     assert blocks.take(2 * MIB + 5) is second
     assert blocks.take(2 * MIB + 5) is not second
     blocks.give([second])
     assert blocks.take(MIB) is not second  # too large for that
 
 
-def test_what_the_sink_lends_is_sent_as_it_is_and_anything_else_is_copied(fast: Server) -> None:
+def test_memory_of_the_sink_is_sent_directly_and_other_memory_is_copied(fast: Server) -> None:
     store = backend(fast)
     sink = store.open_sink("seg/0000000001/a", 4 * MIB)
     lent = sink.block(2 * MIB)
@@ -59,7 +59,7 @@ def test_what_the_sink_lends_is_sent_as_it_is_and_anything_else_is_copied(fast: 
 
 
 class Watched(ObjectBackend):
-    """Sends its first segment only when the second is being filled; fails with the one that is named."""
+    """Sends its first segment only when the second is being filled; fails for the named one."""
 
     segment_bytes = 2 * MIB
     fails = 0
@@ -137,10 +137,10 @@ def test_a_segment_that_cannot_be_sent_fails_its_save_and_no_other(fast: Server,
 
 
 @pytest.mark.parametrize("laid_out", [False, True])
-def test_what_lies_as_it_is_stored_is_sent_from_there(
+def test_memory_in_the_stored_layout_is_sent_without_a_copy(
     fast: Server, laid_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large tensors are not copied, strided and small ones are; a snapshot (of deltas) is laid out for that."""
+    """Large tensors are not copied, strided and small ones are; a snapshot (of deltas) has the right layout."""
     numbers = np.random.default_rng(5)
     whole = {f"w{number}": numbers.standard_normal(MIB // 2).astype(np.float32) for number in range(3)}
     wanted: dict[str, Any] = {**whole, "s": numbers.standard_normal((800, 700))[:, ::2], "b": np.arange(9.0)}

@@ -1,4 +1,4 @@
-"""Whatever lies at a key of a store: nobody waits for it, nobody takes memory by its size, and everybody names it."""
+"""Any object at a key of a store: no reader hangs, none allocates memory by its size, and each error names it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def folder(path: Path) -> None:
 
 
 def linked(path: Path) -> None:
-    """A link to a file that would do, outside of the store."""
+    """A link to a valid file outside of the store."""
     path.symlink_to("/etc/hostname")
 
 
@@ -135,7 +135,7 @@ def peak(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_what_is_no_file_is_refused_and_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_an_object_that_is_no_file_is_refused_and_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
     backend = LocalBackend(tmp_path / "store")
     backend.create("log/1", b"x")
     make(tmp_path / "store" / "log" / "2")
@@ -178,7 +178,7 @@ def test_folders_without_end_are_not_walked_to_the_end(tmp_path: Path) -> None:
     backend = LocalBackend(tmp_path)
     backend.create("log/1", b"x")
     handle = os.open(tmp_path / "log", os.O_RDONLY)
-    for _ in range(1500):  # deeper than Python may call itself, and longer than a path may be
+    for _ in range(1500):  # deeper than Python's recursion limit, and longer than a path may be
         os.mkdir("d" * 10, dir_fd=handle)
         below = os.open("d" * 10, os.O_RDONLY, dir_fd=handle)
         os.close(handle)
@@ -189,7 +189,7 @@ def test_folders_without_end_are_not_walked_to_the_end(tmp_path: Path) -> None:
         assert "log/1" in found
         assert len(found) == 2
     finally:
-        subprocess.run(["rm", "-rf", tmp_path / "log"], check=True)  # pytest's own clean-up would not get to the end
+        subprocess.run(["rm", "-rf", tmp_path / "log"], check=True)  # pytest's own clean-up would fail on it
 
 
 # Every kind of object
@@ -212,7 +212,7 @@ def test_a_slot(store: Store, make: Callable[[Path], None]) -> None:
 
 @pytest.mark.parametrize("make", [*KINDS, giant])
 def test_the_next_slot(store: Store, make: Callable[[Path], None]) -> None:
-    """Where the next writer wants to open its term: that is damage, and it does not wait there."""
+    """At the slot where the next writer opens its term: that is damage, and the writer does not hang."""
     put(store, slot_key(store.view().end), make)
     with pytest.raises(CorruptLogError, match="damaged"):
         store.checkpoint("latest")

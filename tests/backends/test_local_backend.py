@@ -1,4 +1,4 @@
-"""What only a backend on a file system can do or suffer: temporaries, refusals, failed syncs, kills."""
+"""Behaviour that only a backend on a file system has: temporaries, refusals, failed syncs, kills."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_source_ends_where_the_segment_did_when_it_was_opened(tmp_path: Path, 
     write_segment(backend, filled(3 * BLOCK))
     with backend.open_source(SEGMENT) as source:
         with (tmp_path / SEGMENT).open("ab") as file:
-            file.write(b"x" * length)  # whatever grew it, these are not the segment's bytes
+            file.write(b"x" * length)  # whatever extended it, these are not the segment's bytes
         with pytest.raises(CorruptSegmentError, match=f"ends at byte {3 * BLOCK}"):
             source.read_into(3 * BLOCK, aligned(length))
 
@@ -129,7 +129,7 @@ def test_a_kill_during_create_leaves_all_or_nothing(tmp_path: Path, point: str, 
     assert len(names_below(tmp_path)) == 2
 
 
-# Media that refuse something
+# Media that refuse a call
 
 
 def test_a_read_only_mount_is_readable_and_says_so() -> None:
@@ -156,7 +156,8 @@ def test_a_read_only_mount_is_readable_and_says_so() -> None:
 
 
 def test_a_folder_without_permission_is_read_only() -> None:
-    """Asked by a child that is nobody where this is root, who may write anywhere (nor may others enter tmp_path)."""
+    """Checked in a child that is nobody if this process is root, who may write anywhere (others may not enter
+    tmp_path)."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         LocalBackend(folder).create("FORMAT", b"x")
@@ -175,7 +176,7 @@ def test_a_folder_without_permission_is_read_only() -> None:
                 with pytest.raises(ReadOnlyError):
                     backend.create("log/0", b"")
                 status = 0
-            except BaseException:  # noqa: BLE001  # told by the status; the trace goes to the captured output
+            except BaseException:  # noqa: BLE001  # reported by the exit status; the trace goes to the captured output
                 traceback.print_exc()
             finally:
                 os._exit(status)
@@ -306,7 +307,7 @@ def test_a_size_hint_too_large_for_the_disk_is_only_a_hint() -> None:
 
 @pytest.mark.parametrize("part", [0.0, 1.0])
 def test_a_reservation_that_failed_keeps_no_space(part: float) -> None:
-    """`fallocate` may have reserved some of it before it fails; what others write must find the disk as free."""
+    """`fallocate` may have reserved some space before it fails; other writers must find the disk as free as before."""
     disk = RamPosix()
     full = Fault(frozenset({"fallocate"}), times=None, code=errno.ENOSPC, part=part)
     sink = LocalBackend("/store", FaultyPosix(disk, full)).open_sink(SEGMENT, 1 << 30 if part == 0.0 else 1 << 20)
@@ -469,7 +470,7 @@ def test_no_descriptor_is_left_open() -> None:
         backend.open_source("log/1")
     backend.open_sink("seg/1/x", 0).abort()
     backend.settle("")
-    assert disk.open_descriptors == 3  # the store, log/ and seg/, in which it has made something
+    assert disk.open_descriptors == 3  # the store, log/ and seg/, in which it has made a file
     backend.close()
     backend.close()
     assert disk.open_descriptors == 0

@@ -1,4 +1,4 @@
-"""An object server that says nothing more: Ctrl-C and SIGTERM end what waits for it, long before it is given up."""
+"""An object server that stops answering: Ctrl-C and SIGTERM end the waits long before the timeout."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from tools.objects.proxy import FaultProxy, Rule
 from tools.objects.server import Server, options_for
 
 INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-"""Shells have what they start in the background ignore SIGINT, and tests may be that."""
+"""Shells make background processes ignore SIGINT, and the tests may run in the background."""
 COMMAND = [sys.executable, "-c", f"{INTERRUPTIBLE}; from ckptstore.cli.main import main; main()"]
 SILENCE = 100.0
-"""Seconds for which the server says nothing; requests time out after 60."""
+"""Seconds for which the server does not answer; requests time out after 60."""
 SOON = 50.0
-"""Seconds for a signal to end a process: many, because the machine may be busy; none of them is waited for."""
+"""Longest time in seconds for a signal to end a process: many, because the machine may be busy; the tests wait only
+until it ends."""
 
 
 @pytest.fixture
@@ -125,7 +126,8 @@ def test_a_save_that_is_interrupted_loses_nothing_that_was_acknowledged(
         process.stdin.write("go on\n")
         process.stdin.flush()
         wait_until_mute(proxy, process)
-        # The first waits for what reads the tensors, the second does not, the third ends the writer's last words.
+        # The first waits for the threads that read the tensors, the second does not, the third ends the writer's last
+        # messages.
         end = time.monotonic() + SOON
         while process.poll() is None and time.monotonic() < end:
             process.send_signal(signal.SIGINT)
@@ -140,7 +142,7 @@ def test_a_save_that_is_interrupted_loses_nothing_that_was_acknowledged(
 
 
 def test_one_ctrl_c_ends_a_save(s3: Server, proxy: FaultProxy, url: str) -> None:
-    """What the server was sent last may be there: the writer is in doubt of it, and nobody waits for an answer."""
+    """The last request may have succeeded: the writer is in doubt of it, and does not wait for an answer."""
     process = scripted(s3, proxy, SAVING, url)
     try:
         assert process.stdout.readline() == "saved 2\n"  # type: ignore[union-attr]
@@ -169,7 +171,7 @@ with ckptstore.open(sys.argv[1]).writer(poll_seconds=None) as writer:
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_who_leaves_is_told_what_for_and_a_second_ctrl_c_gives_it_up(
+def test_the_wait_at_exit_is_reported_and_a_second_ctrl_c_ends_it(
     s3: Server, proxy: FaultProxy, url: str, bare: bool
 ) -> None:
     text = LEAVING.replace("with ", "writer = ").replace(" as writer:", "").replace("    ", "") if bare else LEAVING
@@ -215,8 +217,8 @@ def go_on_mute(proxy: FaultProxy, process: subprocess.Popen[str]) -> None:
 
 
 def interrupted_read(source: SegmentSource, proxy: FaultProxy) -> bytearray:
-    """What a read was to fill that was interrupted before its answer, which comes within a second then."""
-    for _ in range(10):  # where the machine stands still the answer may be there before the alarm
+    """The buffer of a read that was interrupted before its answer, which arrives within a second."""
+    for _ in range(10):  # on a stalled machine the answer may arrive before the alarm
         proxy.rules([Rule("slow", "range", seconds=1.0)])
         out = bytearray(1000)
         try:
@@ -229,8 +231,8 @@ def interrupted_read(source: SegmentSource, proxy: FaultProxy) -> bytearray:
     raise AssertionError("no read was interrupted")
 
 
-def test_what_is_given_up_writes_to_nobodys_memory(s3: Server, proxy: FaultProxy, url: str) -> None:
-    """The main thread's wait is interrupted; the answer comes later, and nothing of it is seen."""
+def test_an_abandoned_read_writes_to_no_memory(s3: Server, proxy: FaultProxy, url: str) -> None:
+    """The main thread's wait is interrupted; the answer arrives later, and no byte of it is written."""
     store = ckptstore.open(url, storage_options=options_for(proxy.port))
     (segment,) = store.checkpoint().segments
     key = store.view().catalog.segments[segment].key

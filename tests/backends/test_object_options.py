@@ -1,4 +1,4 @@
-"""What URLs and options of object stores may say, and that no credential shows anywhere."""
+"""Valid URLs and options of object stores; credentials appear nowhere."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AWS = (
 
 @pytest.fixture(autouse=True)
 def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No credentials of whoever runs the tests."""
+    """Removes the credentials of the user who runs the tests."""
     for name in AWS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -108,7 +108,7 @@ def test_other_vendors() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_is_wrong_is_named_and_never_quoted(options: dict[str, Any], named: str) -> None:
+def test_an_invalid_option_is_named_and_its_value_never_shown(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ckptstore.UsageError, match=named) as caught:
         ckptstore.open(URL, storage_options=options)
     told = "".join(traceback.format_exception(caught.value))
@@ -165,7 +165,7 @@ def test_a_missing_extra_says_how_to_get_it() -> None:
 
 
 def test_nothing_shows_a_credential(s3: Server, caplog: pytest.LogCaptureFixture) -> None:
-    """In no repr, error or log: where nobody answers, where there is no bucket, and in a store that works."""
+    """In no repr, error or log: without a server, without the bucket, and in a working store."""
     caplog.set_level(logging.DEBUG)
     options = {"key": KEY, "secret": SECRET, "token": TOKEN, "config_kwargs": {"retries": {"max_attempts": 1}}}
     told = [repr(place_of(URL, options))]
@@ -210,8 +210,8 @@ def test_a_hostile_listing_names_what_is_wrong(s3: Server) -> None:
     assert backend.get("log/1") == b"x"
 
 
-def test_a_fork_is_told_to_open_anew(s3: Server) -> None:
-    """obstore's threads do not live on in a child: a request there would wait for ever."""
+def test_a_fork_gets_an_error_that_says_to_open_again(s3: Server) -> None:
+    """obstore's threads do not exist in a child: a request there would wait for ever."""
     script = (
         "import os, sys, json, warnings; warnings.simplefilter('ignore')\n"
         "from ckptstore.backends.object_store.objects import ObjectBackend\n"
@@ -258,7 +258,7 @@ os.waitpid(child, 0)
 
 @pytest.mark.parametrize("before", ["used", "imported"])
 def test_a_fork_of_a_process_that_used_a_bucket_cannot_open_another_one(s3: Server, before: str) -> None:
-    """Neither the old object nor a new one. A process that has sent nothing yet may fork."""
+    """Neither the old object nor a new one. A process that has sent no request yet may fork."""
     import json
 
     url = f"{s3.url()}/run"
@@ -309,7 +309,7 @@ def test_a_newline_in_a_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("url", ["s3://b/run", "gs://ab", "az://x/y/z"])
 def test_a_bucket_whose_name_is_too_short_is_named(url: str) -> None:
-    """It was told that the URL of a store is s3://bucket/prefix, which it is."""
+    """The error used to say that the URL of a store is s3://bucket/prefix, which this one is."""
     bucket = url.partition("://")[2].partition("/")[0]
     with pytest.raises(UsageError, match=f"the bucket's name, '{bucket}', is too short: .* 3 letters or more"):
         place_of(url, {})

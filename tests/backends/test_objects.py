@@ -59,7 +59,7 @@ class TestS3(OnAServer):
 
 
 class TestFastServer(OnAServer):
-    """The server of measurements: what is measured on it is a store."""
+    """The server of the benchmarks: it must be a correct store."""
 
     rounds = 25
     replacements = 40
@@ -71,7 +71,7 @@ class TestFastServer(OnAServer):
 
 @pytest.mark.skipif(moto_missing() is not None, reason=str(moto_missing()))
 class TestMoto(OnAServer):
-    """A second opinion: another implementation of S3 than the one that all other tests run on."""
+    """A second opinion: another S3 implementation than that of all other tests."""
 
     @pytest.fixture
     def server(self, moto: Server) -> Server:
@@ -80,7 +80,7 @@ class TestMoto(OnAServer):
 
 @pytest.mark.skipif(azurite_missing() is not None, reason=str(azurite_missing()))
 class TestAzurite(OnAServer):
-    """``az://``, as far as its emulator goes."""
+    """``az://``, as far as the emulator supports it."""
 
     @pytest.fixture
     def server(self, azurite: Server) -> Server:

@@ -1,4 +1,4 @@
-"""Runs in a bucket, from end to end: written, read, collected, verified, exported, fenced, killed; and by command."""
+"""Runs in a bucket from end to end: written, read, collected, verified, exported, fenced, killed; also by command."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def fill(store: ckptstore.Store, steps: int = STEPS, first: int = 1) -> None:
 
 @pytest.fixture(scope="module")
 def filled(s3: Server) -> str:
-    """A store that tests only read."""
+    """A store that tests do not change."""
     url = s3.url()
     fill(open_store(s3, url, create=True))
     return url
 
 
-def test_what_was_written_is_read_by_another_handle(s3: Server, filled: str) -> None:
+def test_another_handle_reads_the_written_state(s3: Server, filled: str) -> None:
     store = open_store(s3, filled, create=False)
     assert [one.step for one in store.checkpoints()] == list(range(1, STEPS + 1))
     kinds = {store.plan(one.ref).encodings[-1].kind for one in store.checkpoints()}
@@ -114,7 +114,7 @@ def test_watching_takes_four_requests_a_look_and_one_a_record(s3: Server) -> Non
         assert next(watched).requests == 4
 
 
-def test_what_was_retired_is_collected(s3: Server) -> None:
+def test_retired_checkpoints_are_collected(s3: Server) -> None:
     store = open_store(s3, s3.url(), create=True)
     with store.writer(poll_seconds=None) as writer:
         for step in range(1, 4):
@@ -157,7 +157,7 @@ def test_a_store_that_is_replaced_gets_no_foreign_slot(s3: Server) -> None:
     assert backend.list("log/") == []
 
 
-def test_what_a_writer_sends_before_it_finds_its_store_gone_is_no_damage_of_the_next_one(s3: Server) -> None:
+def test_late_segments_of_a_writer_do_not_damage_the_next_store(s3: Server) -> None:
     url = s3.url()
     store = open_store(s3, url, create=True)
     store.writer(poll_seconds=None).close()
@@ -285,11 +285,11 @@ def test_an_agent_reaches_the_bucket_and_nobody_sees_the_secret(
     assert not any(SECRET.encode() in backend.get(key) or KEY.encode() in backend.get(key) for key in backend.list(""))
 
 
-# -- what it costs
+# -- requests
 
 
 def test_a_commit_takes_three_requests_and_no_listing(s3: Server) -> None:
-    """Besides the listing of requests of other processes, which comes after the acknowledgement."""
+    """Except the listing of other processes' requests, which follows the acknowledgement."""
 
     class Listless(ObjectBackend):
         armed = False
@@ -316,7 +316,7 @@ def test_a_commit_takes_three_requests_and_no_listing(s3: Server) -> None:
 
 
 @pytest.mark.parametrize(("ref", "select"), [(1, None), (STEPS, None), ("latest", "model.weight")])
-def test_what_a_restore_costs_is_told_before(s3: Server, filled: str, ref: str | int, select: str | None) -> None:
+def test_the_cost_of_a_restore_is_estimated(s3: Server, filled: str, ref: str | int, select: str | None) -> None:
     found = open_store(s3, filled).request_costs(ref, select)
     loader = open_store(s3, filled)
     loader.load(ref, select=select, framework="numpy")
@@ -346,7 +346,7 @@ def test_costs_by_command(s3: Server, filled: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_store_of_many_commits_is_opened_with_a_few_requests(s3: Server) -> None:
-    """What a term leaves is folded when it ends: FORMAT, folds, the newest, its last slot, and that nothing follows."""
+    """The end of a term folds it: FORMAT, folds, the newest fold, its last slot, and the absent next slot."""
     store = open_store(s3, s3.url(), create=True)
     with store.writer(poll_seconds=None) as writer:
         for step in range(1, 80):
@@ -379,7 +379,7 @@ def test_rules_of_retention_beside_a_live_writer(s3: Server) -> None:
     with open_store(s3, url, create=True).writer(keep=["last:2", "every:4"], deltas=3, poll_seconds=0.1) as writer:
         for step in range(1, 8):
             writer.save(state(step), step=step, tags="mine" if step == 1 else ())
-        store = open_store(s3, url)  # another client, as another machine has
+        store = open_store(s3, url)  # another client, as on another machine
         assert [one.step for one in store.checkpoints()] == [1, 4, 6, 7]
         done = store.prune("last:1")
         assert [one.step for one in store.checkpoints()] == [1, 7]

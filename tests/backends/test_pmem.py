@@ -1,7 +1,7 @@
-"""Stores on persistent memory: the conformance suite in both modes, full media, what is mapped for others to store to.
+"""Stores on persistent memory: the conformance suite in both modes, full media, memory that others store to.
 
-This machine has no persistent memory. libpmem runs on shared memory that it is told to take for it: its code is the
-real one, what survives a power cut is not. That is checked in ``tests/tools/test_crash_pmem.py``, on a model.
+This machine has no persistent memory. libpmem runs on shared memory that it is told to treat as persistent: the code is
+the real one, but nothing survives a power cut. ``tests/tools/test_crash_pmem.py`` checks that on a model.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class TestPmemWithShortTransfers(BackendConformance):
 # The library
 
 
-def test_what_the_library_is_asked_for() -> None:
+def test_the_calls_of_the_library() -> None:
     asked: list[tuple[object, ...]] = []
 
     class Function:
@@ -150,11 +150,11 @@ def test_another_library_of_that_name_is_as_none(monkeypatch: pytest.MonkeyPatch
     libpmem.load.cache_clear()
 
 
-# What is in force
+# The mode in use
 
 
 class Persistent(Posix):
-    """Grants MAP_SYNC anywhere."""
+    """Grants MAP_SYNC on any file."""
 
     def map_shared(self, fd: int, offset: int, size: int, *, sync: bool) -> memoryview:
         return super().map_shared(fd, offset, size, sync=False)
@@ -176,7 +176,7 @@ def test_the_medium_says_what_is_in_force(tmp_path: Path) -> None:
 
 def test_other_media_say_what_they_are(tmp_path: Path) -> None:
     LocalBackend(tmp_path).create("FORMAT", b"x")
-    assert LocalBackend(tmp_path, RamPosix()).medium() == "folder (through the page cache)"  # there is nothing to ask
+    assert LocalBackend(tmp_path, RamPosix()).medium() == "folder (through the page cache)"  # there is nothing to query
     assert LocalBackend(tmp_path, direct=False).medium() == "folder (through the page cache)"
     for direct, text in ((True, "folder (O_DIRECT)"), (False, "folder (through the page cache)")):
         posix = RamPosix(direct=direct)
@@ -188,7 +188,7 @@ def test_other_media_say_what_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOMEM, errno.ENODEV])
 def test_a_mapping_that_fails_for_another_reason_is_an_error(code: int) -> None:
-    """Only the refusal of MAP_SYNC is an answer."""
+    """Only the refusal of MAP_SYNC means that it is unsupported."""
     posix = FaultyPosix(RamPosix(), Fault(frozenset({"map_shared"}), times=None, code=code))
     backend = PmemBackend("/store", posix)
     with pytest.raises(StorageError) as caught:
@@ -246,7 +246,7 @@ def test_a_size_hint_too_large_is_only_a_hint_and_so_is_what_is_allocated_ahead(
     )
     sink = backend.open_sink(SEGMENT, 1 << 30)
     sink.write(0, filled(2 * BLOCK))
-    sink.write(2 * BLOCK, filled(BLOCK, 1))  # would double the file, and makes do with a block
+    sink.write(2 * BLOCK, filled(BLOCK, 1))  # would double the file, and settles for a block
     assert disk.stat(f"/store/{SEGMENT}").st_size == 3 * BLOCK
     sink.seal(3 * BLOCK)
     assert read_segment(backend) == bytes(filled(2 * BLOCK)) + bytes(filled(BLOCK, 1))
@@ -271,7 +271,7 @@ def test_a_file_system_that_cannot_allocate_ahead_is_refused(code: int) -> None:
 @pytest.mark.root
 @pytest.mark.parametrize("mode", ["", "1"])
 def test_a_tmpfs_that_fills_up_ends_in_an_error_and_not_in_sigbus(tmp_path: Path, mode: str) -> None:
-    """On a real one, in a process of its own."""
+    """On a real tmpfs, in a separate process."""
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
     script = (
@@ -312,7 +312,7 @@ def test_a_file_that_is_cut_under_its_writer_ends_in_an_error_and_not_in_sigbus(
     sink.abort()
 
 
-# What is mapped for others
+# Memory that is mapped for others
 
 
 def test_a_segment_may_be_stored_to_by_whoever_has_it_mapped(backend: PmemBackend) -> None:
@@ -398,7 +398,7 @@ def test_threads_that_make_a_segment_longer_do_not_meet(backend: PmemBackend) ->
 
 
 def test_a_writer_that_comes_too_late_harms_nothing(backend: PmemBackend) -> None:
-    """Memory that somebody still copies to is not taken away under the copy."""
+    """Memory that another thread still copies to is not unmapped during the copy."""
     sink = backend.open_sink(SEGMENT, BLOCK)
     view = sink.map(0, BLOCK)
     sink.abort()

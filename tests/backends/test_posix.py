@@ -1,4 +1,4 @@
-"""The system calls themselves: crash tests put another `Posix` in their place, so these are looked at one by one."""
+"""The system calls themselves: crash tests replace `Posix`, so each call is tested here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments that overwrite the space of deleted ones: nobody's bytes change under him, and no old byte shows."""
+"""Segments that overwrite deleted ones: no reader's bytes change, and no old byte shows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def release(backend: LocalBackend, size: int = 8 * BLOCK, key: str = SEGMENT) ->
 
 
 def stock(backend: LocalBackend, *sizes: int) -> dict[int, int]:
-    """Have spare files of these sizes in blocks -> their numbers, by size."""
+    """Make spare files of these sizes in blocks -> their numbers, by size."""
     keys = {size: f"seg/0000000001/{size}.safetensors" for size in sizes}
     for size, key in keys.items():
         write_segment(backend, filled(size * BLOCK, size), key)
@@ -80,7 +80,7 @@ def stock(backend: LocalBackend, *sizes: int) -> dict[int, int]:
     return nodes
 
 
-# The same suite, on files that are used again
+# The same suite, on recycled files
 
 
 class TestLocalRecycling(BackendConformance):
@@ -126,7 +126,7 @@ def test_a_new_checkpoint_has_the_file_of_one_that_was_deleted(tmp_path: Path) -
         assert np.array_equal(file.get_tensor("weight"), state(3)["weight"])
 
 
-def test_what_is_kept_is_what_the_next_checkpoints_need(tmp_path: Path) -> None:
+def test_the_kept_spare_files_fit_the_next_checkpoints(tmp_path: Path) -> None:
     store = recycling_store(tmp_path)
     save(store, *range(1, 8), nbytes=1 << 20)
     retire(store, *range(1, 7))
@@ -171,7 +171,7 @@ def test_a_dead_pin_that_nobody_can_read_may_have_claimed_anything(tmp_path: Pat
     assert spare(tmp_path) == []
 
 
-# Who has the file keeps it
+# A process that has the file open keeps it
 
 
 def hold_by_safetensors(path: Path) -> Callable[[], bytes]:
@@ -206,7 +206,9 @@ def hold_by_hard_link(path: Path) -> Callable[[], bytes]:
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("when", ["before gc", "after gc"])
-def test_who_has_a_file_keeps_its_bytes(tmp_path: Path, hold: Callable[[Path], Callable[[], bytes]], when: str) -> None:
+def test_a_process_that_has_a_file_open_keeps_its_bytes(
+    tmp_path: Path, hold: Callable[[Path], Callable[[], bytes]], when: str
+) -> None:
     root = tmp_path / "store"
     store = recycling_store(root)
     save(store, 1, 2)
@@ -276,8 +278,8 @@ def test_a_reader_of_ours_is_safe_by_either_lock_alone(
         assert out == filled(8 * BLOCK, 1)
 
 
-def test_who_comes_by_the_old_path_while_it_is_overwritten_is_turned_away(tmp_path: Path) -> None:
-    """It had found the file, and opens it when another segment is being written: here by a second path."""
+def test_a_reader_that_opens_the_old_path_during_overwriting_is_refused(tmp_path: Path) -> None:
+    """It had looked the path up, and opens the file when another segment is being written: here by a second path."""
     backend = opened(tmp_path)
     node = release(backend)
     sink = backend.open_sink(NEXT, 8 * BLOCK)
@@ -287,7 +289,7 @@ def test_who_comes_by_the_old_path_while_it_is_overwritten_is_turned_away(tmp_pa
         backend.open_source(SEGMENT)
     sink.write(0, filled(8 * BLOCK, 2))
     sink.seal(8 * BLOCK)
-    with backend.open_source(SEGMENT):  # from now on the header's hash says that it is another one
+    with backend.open_source(SEGMENT):  # from now on the header's hash shows that it is another one
         pass
 
 
@@ -303,8 +305,8 @@ def test_a_lease_at_the_moment_of_opening_is_as_good_as_absence(tmp_path: Path) 
     assert read_segment(backend) == filled(BLOCK)
 
 
-def test_who_opens_a_leased_file_does_not_end_its_holder(tmp_path: Path) -> None:
-    """The system sends SIGIO, whose default is to end the process."""
+def test_opening_a_leased_file_does_not_kill_the_holder(tmp_path: Path) -> None:
+    """The kernel sends SIGIO, which ends a process by default."""
     path = tmp_path / "file"
     path.write_bytes(b"x")
     program = (
@@ -321,7 +323,7 @@ def test_who_opens_a_leased_file_does_not_end_its_holder(tmp_path: Path) -> None
 
 
 def test_a_forked_child_does_not_keep_readers_out(tmp_path: Path) -> None:
-    """It has the lock in common with who wrote, for as long as it lives."""
+    """It shares the lock with the writer that forked it, for as long as it lives."""
     backend = opened(tmp_path)
     node = release(backend)
     sink = backend.open_sink(NEXT, 8 * BLOCK)
@@ -345,7 +347,7 @@ def test_a_forked_child_does_not_keep_readers_out(tmp_path: Path) -> None:
 
 
 def test_a_live_segment_with_a_spare_name_is_not_overwritten(tmp_path: Path) -> None:
-    """What a power cut may leave of a rename, or a restored backup: both names."""
+    """Both names may remain after a power cut during a rename, or after restoring a backup."""
     backend = opened(tmp_path)
     write_segment(backend, filled(8 * BLOCK, 1))
     release(backend, key=NEXT)
@@ -353,13 +355,13 @@ def test_a_live_segment_with_a_spare_name_is_not_overwritten(tmp_path: Path) -> 
     for number in range(3):
         write_segment(backend, filled(8 * BLOCK, 2), f"seg/0000000003/{number}.safetensors")
     assert read_segment(backend) == filled(8 * BLOCK, 1)
-    backend.release(SEGMENT)  # alone by now
+    backend.release(SEGMENT)  # by now it has one name
     assert len(spare(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("name_taken", [False, True])
 def test_a_zombie_that_opens_its_file_late_does_not_overwrite_anothers(name_taken: bool) -> None:
-    """It had looked the path up when gc took the file and another writer made a segment of it: then it opens it."""
+    """It had looked up the path when gc took the file and another writer made a segment of it: then it opens it."""
 
     class Late(RamPosix):
         meanwhile: Callable[[], None] | None = None
@@ -388,7 +390,7 @@ def test_a_zombie_that_opens_its_file_late_does_not_overwrite_anothers(name_take
     assert read_segment(zombie, "seg/0000000002/zombie.safetensors") == filled(8 * BLOCK, 6)
 
 
-def test_who_opens_it_at_the_last_moment_waits_and_finds_no_header(tmp_path: Path) -> None:
+def test_a_reader_that_opens_the_file_at_the_last_moment_waits_and_finds_no_header(tmp_path: Path) -> None:
     """By a path that was looked up before: here by the new one, between the lease and the end of the clearing."""
     seen: list[bytes] = []
     threads: list[threading.Thread] = []
@@ -490,7 +492,7 @@ def test_whatever_lies_there_does_not_matter(tmp_path: Path, what: str) -> None:
         assert (tmp_path / "elsewhere" / "mine").read_bytes() == b"x" * 8 * BLOCK
 
 
-# What is in the file meanwhile
+# The contents of the file meanwhile
 
 
 def test_the_old_header_is_gone_before_anything_is_written(tmp_path: Path) -> None:
@@ -507,7 +509,7 @@ def test_the_old_header_is_gone_before_anything_is_written(tmp_path: Path) -> No
 
 
 def _recycled_save(backend: LocalBackend, disk: RecordingPosix) -> int:
-    """A store in which one save goes over an old one of the same length -> where in the history that begins."""
+    """A store in which one save overwrites an old one of the same length -> where in the history that begins."""
     nbytes = 3 * BLOCK
     store = Store(backend)
     save(store, 1, 2, nbytes=nbytes)
@@ -537,7 +539,7 @@ def test_without_either_sync_one_does(site: str) -> None:
 
 
 def _go_on_with_both_names() -> int:
-    """Wherever a cut kept both names of a recycled file, save once more, and load all there is -> how often."""
+    """For every cut that kept both names of a recycled file: save once more, and load everything -> how often."""
     disk = RecordingPosix()
     begin = _recycled_save(LocalBackend("/store", disk, recycle="always"), disk)
     found = 0
@@ -618,7 +620,7 @@ def test_whatever_a_writer_cannot_have_it_does_without(tmp_path: Path, call: str
     assert (tmp_path / NEXT).read_bytes() == filled(8 * BLOCK, 2)
 
 
-# Whether to
+# Whether to recycle
 
 
 def test_a_mode_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,7 +638,7 @@ def test_a_mode_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         LocalBackend(tmp_path, recycle="yes")
 
 
-def test_what_other_machines_may_have_open_is_never_kept(tmp_path: Path) -> None:
+def test_files_that_other_machines_may_have_open_are_never_kept(tmp_path: Path) -> None:
     class Network(RamPosix):
         def file_system(self, fd: int) -> int:
             super().file_system(fd)
@@ -657,9 +659,9 @@ def test_what_other_machines_may_have_open_is_never_kept(tmp_path: Path) -> None
 
 
 class Timed(RamPosix):
-    """A disk in which new blocks take `slower` times as long as old ones until they are there for good.
+    """A disk on which writing new blocks takes `slower` times as long as old ones, until they exist.
 
-    It keeps nothing of what is measured.
+    It keeps none of the measured data.
     """
 
     def __init__(self, slower: float) -> None:
@@ -691,7 +693,7 @@ class Timed(RamPosix):
         self.now, self.unsynced = self.now + self.unsynced, 0.0
 
 
-def test_what_is_measured_is_overwriting_against_new_files() -> None:
+def test_overwriting_is_measured_against_new_files() -> None:
     for slower in (1.0, 4.0):
         disk = Timed(slower)
         folder = disk.open("/", os.O_RDONLY)
@@ -744,7 +746,8 @@ def test_a_measurement_decides_once(slower: float, kept: bool, monkeypatch: pyte
 
 
 def _read_without_pins(root: str, stop: Any, seed: int, results: Any) -> None:
-    """Load what the log names, unpinned, again and again: what is loaded is right, or an error says that it is gone."""
+    """Load what the log names, unpinned, again and again: each load is right, or an error says that the checkpoint is
+    gone."""
     from ckptstore.host.threads import workers
     from ckptstore.segments.segment_reader import SegmentReader, load_tensors, map_tensors
 

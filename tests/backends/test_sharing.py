@@ -1,4 +1,4 @@
-"""Saves that share a medium that is nearly full: they claim its space, and wait for each other."""
+"""Saves that share a nearly full medium: they claim its space, and wait for each other."""
 
 from __future__ import annotations
 
@@ -25,6 +25,17 @@ def test_two_saves_do_not_claim_the_same_space() -> None:
     assert sharing.claim(1, lambda: 4)
 
 
+def test_a_commit_needs_space_beside_no_claim() -> None:
+    sharing = Sharing()
+    first, second = sharing.begin(), sharing.begin()
+    with first.within():
+        assert sharing.claim(6, lambda: 10)
+    with second.committing():
+        assert sharing.claim(5, lambda: 5)
+        assert not sharing.claim(6, lambda: 5)
+    assert not sharing.claim(5, lambda: 10), "afterwards claims count again"
+
+
 def test_a_save_that_is_short_of_space_waits_for_another_to_end() -> None:
     sharing = Sharing()
     found: SimpleQueue[tuple[Any, bool]] = SimpleQueue()
@@ -46,7 +57,7 @@ def test_a_save_that_is_short_of_space_waits_for_another_to_end() -> None:
 
 
 def test_a_save_that_has_waited_waits_no_more() -> None:
-    """Nobody gives way for it: the next one that is short of space waits for it."""
+    """Others do not give way to it: the next one that lacks space waits for it."""
     sharing = Sharing()
     first, second, third = sharing.begin(), sharing.begin(), sharing.begin()
     found: list[bool] = []
@@ -60,7 +71,7 @@ def test_a_save_that_has_waited_waits_no_more() -> None:
     third.end()  # before or after that waits
     one.join(60)
     assert found == [True]
-    one = waiting(first)  # has not looked since `third` ended
+    one = waiting(first)  # has not checked since `third` ended
     one.join(60)
     one = waiting(first)
     one.join(0.1)

@@ -1,6 +1,6 @@
-"""A body that is cut short, with a length that says so: asked for again, and never taken for damage or for the end.
+"""A body that is cut short, with a length that shows it: requested again, and never treated as damage or as the end.
 
-The server's ETags are no MD5s here, as under SSE-KMS and outside of S3, so that nothing but the length gives it away.
+The server's ETags are no MD5s here, as under SSE-KMS and outside of S3, so only the length shows the cut.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def store(server: Server, proxy: FaultProxy) -> ckptstore.Store:
-    """Three checkpoints, two of them in a fold; what is asked goes through the proxy."""
+    """Three checkpoints, two of them in a fold; requests go through the proxy."""
     plain = ckptstore.open(server.url(), create=True, storage_options=server.options)
     with plain.writer(poll_seconds=None) as writer:
         for step in (1, 2, 3):
@@ -68,9 +68,9 @@ def short(operation: str, path: str = "", times: int = -1) -> Rule:
     ],
     ids=lambda rule: f"{rule.operation}{rule.path}",
 )
-def test_what_comes_short_is_asked_for_again(store: ckptstore.Store, proxy: FaultProxy, rule: Rule) -> None:
+def test_a_short_body_is_requested_again(store: ckptstore.Store, proxy: FaultProxy, rule: Rule) -> None:
     proxy.rules([rule])
-    with store.writer(poll_seconds=None) as writer:  # whose OPEN rests on where the log ends
+    with store.writer(poll_seconds=None) as writer:  # whose OPEN depends on where the log ends
         assert writer.parent is not None
         assert writer.parent.ref == "3@1"
         writer.save(state(4), 4)
@@ -84,7 +84,7 @@ def test_what_comes_short_is_asked_for_again(store: ckptstore.Store, proxy: Faul
 
 
 @pytest.mark.parametrize("path", ["FORMAT", "log/", "fold/"])
-def test_what_stays_short_is_an_error_that_names_the_object(
+def test_a_body_that_stays_short_is_an_error_that_names_the_object(
     store: ckptstore.Store, proxy: FaultProxy, path: str
 ) -> None:
     proxy.rules([short("get", f"/{path}")])
@@ -114,7 +114,7 @@ def test_a_server_that_fails_is_no_damage_either(store: ckptstore.Store, proxy: 
 def test_a_commit_that_is_looked_up_short_is_in_doubt_and_nobody_is_fenced(
     store: ckptstore.Store, proxy: FaultProxy
 ) -> None:
-    """The slot is there, its answer was lost; what it holds, cut short, is not what was sent."""
+    """The slot exists, its answer was lost; its content, cut short, is not what was sent."""
     writer = store.writer(poll_seconds=None)
     proxy.rules([Rule("lost_ack", "create", "/log/"), short("get", "/log/", times=1)])
     writer.save(state(4), 4)
@@ -134,7 +134,7 @@ def test_an_object_of_no_bytes_is_read(server: Server) -> None:
 
 
 class Cuts(LocalFileSystem):
-    """Reads that come short, for a while."""
+    """Reads return too few bytes, for a while."""
 
     left = 0
 

@@ -1,4 +1,4 @@
-"""Space: what cannot fit is refused before it begins, and a full disk leaves the store as it was."""
+"""Space: a save that cannot fit is refused before it begins, and a full disk leaves the store unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BTRFS = 0x9123683E
 
 
 class Sized(RamPosix):
-    """A file system in memory that says that so many bytes are free."""
+    """A file system in memory that reports so many free bytes."""
 
     def __init__(self, free: int, *, reserved: int = 0, blocks: int = 1 << 20, kind: int | None = None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Sized(RamPosix):
         return super().file_system(fd) if self._kind is None else self._kind
 
 
-def test_what_cannot_fit_is_refused_with_what_is_needed_and_what_is_free() -> None:
+def test_a_save_that_cannot_fit_is_refused_with_needed_and_free_space() -> None:
     backend = LocalBackend("/data/store", Sized(10 * BLOCK))
     backend.check_space(10 * BLOCK)
     with pytest.raises(
@@ -85,7 +85,7 @@ def test_reserved_blocks_are_for_root(root: bool, monkeypatch: pytest.MonkeyPatc
             backend.check_space(15 * BLOCK)
 
 
-def test_what_may_fit_is_not_refused() -> None:
+def test_a_save_that_may_fit_is_not_refused() -> None:
     LocalBackend("/store", Sized(10, kind=BTRFS)).check_space(1 << 40)  # it may compress
     LocalBackend("/store", Sized(0, blocks=0)).check_space(1 << 40)  # a tmpfs without a limit
     MemoryBackend("space").check_space(1 << 60)
@@ -98,7 +98,7 @@ def test_what_may_fit_is_not_refused() -> None:
         backend.check_space(18 * BLOCK + 1)
 
 
-def test_a_save_that_cannot_fit_writes_nothing_and_the_writer_goes_on() -> None:
+def test_a_save_that_cannot_fit_writes_nothing_and_the_writer_continues() -> None:
     disk = Sized(64 << 10)
     store = Store(LocalBackend("/store", disk))
     with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
@@ -126,19 +126,19 @@ def test_spare_files_go_before_a_segment_fails(call: str, code: int) -> None:
         write_segment(backend, filled(8 * BLOCK), key)
     for key in keys:
         backend.release(key)
-    # The second: the first is of the cleared header, or within what the file has.
+    # The second write: the first is of the cleared header, or within the file's present blocks.
     full = LocalBackend("/store", FaultyPosix(disk, Fault(frozenset({call}), 1, 1, code)), recycle="never")
     write_segment(full, filled(16 * BLOCK, 4), "seg/0000000002/new.safetensors")
     assert read_segment(backend, "seg/0000000002/new.safetensors") == filled(16 * BLOCK, 4)
     assert backend.shrink_spare(1 << 40) == 0
 
 
-def test_a_save_goes_on_where_another_thread_deleted_first() -> None:
+def test_a_save_continues_where_another_thread_deleted_first() -> None:
     disk = Sized(BLOCK)
     backend = LocalBackend("/store", disk)
     backend.create("log/00000000000000000000", b"slot")
 
-    def reclaim(_: object) -> int:  # nothing is left: another thread was quicker
+    def reclaim(_: object) -> int:  # nothing is left: another thread was faster
         disk.resize(16 * BLOCK)
         return 0
 
@@ -224,12 +224,12 @@ def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def _blind(backend: LocalBackend) -> None:
-    """Only the disk itself says that it is full: as where others fill it meanwhile."""
+    """Only the disk itself reports that it is full, as if other processes filled it meanwhile."""
     backend.check_space = lambda _nbytes: None  # type: ignore[method-assign]
 
 
 def _whole(store: Store, *steps: int) -> None:
-    """These checkpoints, no others, and not a byte that is anything else."""
+    """Check that these checkpoints exist, no others, and no other byte."""
     assert [info.step for info in store.checkpoints()] == list(steps)
     for step in steps:
         found = store.load(step, framework="numpy")
@@ -284,7 +284,7 @@ def test_a_disk_full_of_spare_files_has_space(disk: Path) -> None:
 
 @pytest.mark.root
 def test_a_disk_filled_by_others_to_the_last_byte(disk: Path) -> None:
-    """Whatever the writer is at when nothing fits any more: slots, folders, pins, segments. Then space is made."""
+    """Whatever the writer writes when nothing fits any more: slots, folders, pins, segments. Then space is made."""
     store = Store(LocalBackend(disk / "store", recycle="never"))
     save(store, 1, nbytes=MIB)
     others = disk / "others"
@@ -305,7 +305,7 @@ def test_a_disk_filled_by_others_to_the_last_byte(disk: Path) -> None:
 
 @pytest.mark.root
 def test_only_what_the_system_gives_counts(disk: Path) -> None:
-    """The check is of this disk: a save that just fits is not refused."""
+    """The check is for this disk: a save that just fits is not refused."""
     store = Store(LocalBackend(disk / "store", recycle="never"))
     save(store, 1, nbytes=BLOCK)
     nbytes = shutil.disk_usage(disk).free - MIB
@@ -314,11 +314,11 @@ def test_only_what_the_system_gives_counts(disk: Path) -> None:
     assert segment_path(store, disk / "store", 2).stat().st_size > nbytes
 
 
-# The reserve, and what is retired
+# The reserve, and retirement
 
 
 def _filled_to_the_last_byte(disk: Path) -> Path:
-    """Somebody else fills what is free."""
+    """Another process fills the free space."""
     others = disk / "others"
     with others.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(b"x" * BLOCK):
@@ -329,7 +329,7 @@ def _filled_to_the_last_byte(disk: Path) -> Path:
 @pytest.mark.root
 @pytest.mark.parametrize("writer", ["alive", "gone"])
 def test_pruning_and_collecting_make_space_where_there_is_none(disk: Path, writer: str) -> None:
-    """Retiring writes to the log. The reserve gives way to that, and is made again."""
+    """Retiring writes to the log. The reserve is given up for that, and made again."""
     store = Store(LocalBackend(disk / "store", recycle="never"))
     with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=0.2) as own:
         for step in (1, 2, 3):
@@ -364,7 +364,7 @@ def test_the_reserve_is_for_no_save(disk: Path) -> None:
 @pytest.mark.parametrize("knows", ["beforehand", "from the disk"])
 @pytest.mark.parametrize("how", ["save", "save_async", "diffs", "deltas", "ranks"])
 def test_a_save_that_is_short_of_space_has_what_is_retired_deleted(disk: Path, how: str, knows: str) -> None:
-    """`last:1`, no pause between two saves, and a disk for three states: nobody else collects."""
+    """`last:1`, no pause between two saves, and a disk for three states: no other process collects."""
     backend = LocalBackend(disk / "store", recycle="never")
     if knows == "from the disk":
         backend.free_bytes = lambda: None  # type: ignore[method-assign]
@@ -392,12 +392,12 @@ def test_a_save_that_is_short_of_space_has_what_is_retired_deleted(disk: Path, h
 @pytest.mark.root
 @pytest.mark.parametrize("how", ["fulls", "ranks"])
 def test_a_save_that_is_short_of_space_waits_for_those_beside_it(disk: Path, how: str) -> None:
-    """A disk for two states: of two in flight the second fits when the first is committed, and has retired one."""
+    """A disk for two states: of two in flight the second fits once the first is committed and has retired one."""
     backend = LocalBackend(disk / "store", recycle="never")
     create = backend.create
 
     def late(key: str, data: bytes) -> None:
-        time.sleep(0.1)  # the next save looks for space before this one is committed
+        time.sleep(0.1)  # the next save checks for space before this one is committed
         create(key, data)
 
     backend.create = late  # type: ignore[method-assign]
@@ -412,6 +412,41 @@ def test_a_save_that_is_short_of_space_waits_for_those_beside_it(disk: Path, how
     assert [info.step for info in store.checkpoints()] == [8]
     assert np.array_equal(store.load(framework="numpy")["weight"], weight)
     assert verify(store, threads=1).ok
+
+
+def test_a_commit_of_ranks_is_not_refused_for_the_space_that_the_save_beside_it_claims() -> None:
+    """Its own segment is a header. The save beside it allocates what it has claimed: for a moment that counts twice."""
+    allocated, committed = threading.Event(), threading.Event()
+
+    class Counting(Sized):
+        left, large = 25 * MIB, 0
+
+        def fallocate(self, fd: int, size: int) -> None:
+            super().fallocate(fd, size)
+            if size > MIB:
+                self.left -= size
+                self.resize(self.left)
+                self.large += 1
+                if self.large == 2:
+                    allocated.set()
+                    assert committed.wait(60)
+
+    backend = LocalBackend("/store", Counting(25 * MIB), recycle="never")
+    check = backend.check_space
+
+    def late(nbytes: int) -> None:
+        if nbytes <= BLOCK:  # the segment of the commit
+            assert allocated.wait(60)
+        check(nbytes)
+
+    backend.check_space = late  # type: ignore[method-assign]
+    store = Store(backend)
+    group = Group(0, 1, LocalMailbox())
+    with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None, group=group, max_in_flight=2) as writer:
+        first = writer.save_async(state(1, 9 * MIB), 1)
+        first.when_done(lambda _: committed.set())
+        second = writer.save_async(state(2, 9 * MIB), 2)
+        assert [first.result().step, second.result().step] == [1, 2]
 
 
 @pytest.mark.root
@@ -484,7 +519,7 @@ def test_several_threads_that_find_no_space_collect_once() -> None:
 
 
 class Allocating(Sized):
-    """Notes how much was allocated."""
+    """Records how much was allocated."""
 
     allocated: tuple[int, ...] = ()
 
@@ -537,7 +572,7 @@ def test_where_there_is_no_reserve_the_error_says_what_helps(tiny: Path) -> None
     assert store.gc().segments
 
 
-# What the error of a full medium says
+# Messages of a full medium
 
 
 def _fails_for_want_of_space(store: Store, nbytes: int, *, asynchronous: bool, first: int, **options: Any) -> str:
@@ -568,7 +603,7 @@ def test_a_store_without_rules_says_how_to_have_some(tiny: Path, asynchronous: b
 
 @pytest.mark.root
 @pytest.mark.parametrize("tiny", [8 * MIB], indirect=True)
-def test_what_readers_have_pinned_is_said_with_its_size_and_what_frees_it(tiny: Path) -> None:
+def test_pinned_bytes_are_reported_with_the_remedy(tiny: Path) -> None:
     store = Store(LocalBackend(tiny / "store", recycle="never"))
     for step in (1, 2, 3):
         save(store, step, nbytes=MIB)
@@ -583,7 +618,7 @@ def test_what_readers_have_pinned_is_said_with_its_size_and_what_frees_it(tiny: 
 
 @pytest.mark.root
 @pytest.mark.parametrize("tiny", [8 * MIB], indirect=True)
-def test_what_others_build_on_is_said_with_its_size(tiny: Path) -> None:
+def test_bytes_of_bases_are_reported(tiny: Path) -> None:
     store = Store(LocalBackend(tiny / "store", recycle="never"))
     with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None, deltas=DeltaOptions(interval=9)) as writer:
         weight = np.random.default_rng(0).integers(0, 256, MIB, np.uint8)
@@ -597,7 +632,7 @@ def test_what_others_build_on_is_said_with_its_size(tiny: Path) -> None:
 
 
 def test_space_is_not_short_where_the_rules_are_not_known() -> None:
-    """A full in place of a step diff frees nothing there: nothing is retired."""
+    """There a full in place of a step diff frees nothing: nothing is retired."""
     held = {(1, step): _entry(step) for step in range(1, 6)}
     kept = {(1, 6): _entry(6)}
     for rules, short in ((("last:1",), True), (("last:1", "phase:9"), False), ((), False)):

@@ -1,4 +1,4 @@
-"""A backend that another package brings: the example in ``examples/sqlite_backend``, found by its entry point."""
+"""A backend from another package: the example in ``examples/sqlite_backend``, found by its entry point."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestSqlite(BackendConformance):
 
 
 def declare(folder: Path, monkeypatch: pytest.MonkeyPatch, points: str, package: str = "ckptstore_sqlite") -> None:
-    """What pip would leave in site-packages, in a folder of its own on ``sys.path``."""
+    """The files that pip would leave in site-packages, in a separate folder on ``sys.path``."""
     info = folder / f"{package}-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
@@ -88,13 +88,13 @@ def test_two_packages_for_one_scheme(tmp_path: Path, installed: None, monkeypatc
         open_backend(f"sqlite://{tmp_path}/a.db", True)
 
 
-def test_what_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unimportable_entry_point_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     declare(tmp_path / "site", monkeypatch, "broken = no_such_module:open_url", "broken_one")
     with pytest.raises(UsageError, match=r"broken_one \(no_such_module:open_url\), which cannot be imported"):
         open_backend("broken://a", True)
 
 
-def test_what_is_no_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     declare(tmp_path / "site", monkeypatch, "strange = builtins:print", "strange_one")
     with pytest.raises(UsageError, match="returned NoneType for strange://, not a Backend"):
         open_backend("strange://a", True)

@@ -1,4 +1,4 @@
-"""A store with a fork, and a way to run `ckpt` on it as a user would."""
+"""A store with a fork, and a way to run `ckpt` on it like a user."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ckptstore.cli.main import cli
 from ckptstore.cli.output import SCHEMA
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+JSON = DOCS.with_name("json.md")
 FREE_FORM = {
     "exponents",
     "tree",
@@ -57,7 +58,7 @@ def ckpt() -> Run:
 
 
 def state(step: int) -> dict[str, Any]:
-    """A small state: weights that drift, a frozen tensor, random states, some JSON."""
+    """A small state: drifting weights, a frozen tensor, random states, some JSON."""
     rng = np.random.default_rng(step)
     return {
         "model": {
@@ -88,20 +89,20 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(pristine: Path, tmp_path: Path) -> Path:
-    """A copy of `pristine` that the test may break."""
+    """A copy of `pristine` that the test may change."""
     return Path(shutil.copytree(pristine, tmp_path / "run"))
 
 
 def documented(command: str) -> list[Any]:
-    """The JSON documents that docs/cli.md shows for a command, in order."""
-    section = DOCS.read_text().split(f"\n## {command}\n")[1].split("\n## ")[0]
+    """The JSON documents that docs/json.md shows below a heading, in order."""
+    section = JSON.read_text().split(f"\n## {command}\n")[1].split("\n## ")[0]
     return [json.loads(block) for block in re.findall(r"```json\n(.*?)```", section, re.S)]
 
 
 def assert_documented(actual: Any, shown: Any, where: str = "") -> None:
-    """`actual` has the members that the documentation shows, in that order, and values of the same types.
+    """Check that `actual` has the documented members, in that order, with values of the same types.
 
-    `schema`, which every document begins with, is shown once for all.
+    `schema`, with which every document begins, is documented once for all.
     """
     if not where and isinstance(actual, dict) and "schema" in actual:
         actual = dict(actual)

@@ -1,4 +1,4 @@
-"""`ckpt` in a real terminal: what a person sees, at so many columns and lines."""
+"""`ckpt` in a real terminal: the output that a person sees, at a given number of columns and lines."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def on_a_terminal(
     typed: str = "",
     **environment: str | None,
 ) -> str:
-    """What `ckpt` writes to a terminal: stdout, and with `errors` stderr.
+    """The output of `ckpt` on a terminal: stdout, and with `errors` stderr.
 
     Args:
         typed: keys that were pressed before it began.
-        environment: variables; None takes one out, as in ``NO_COLOR=None``.
+        environment: variables; None removes one, as in ``NO_COLOR=None``.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -48,7 +48,7 @@ def on_a_terminal(
     try:
         while part := os.read(ours, 65536):
             written += part
-    except OSError:  # EIO: nobody has the terminal open any more
+    except OSError:  # EIO: no process has the terminal open any more
         pass
     finally:
         os.close(ours)

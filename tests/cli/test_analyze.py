@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import sys
 from pathlib import Path
@@ -16,10 +15,9 @@ from safetensors.numpy import save_file
 import ckptstore
 from ckptstore.analysis import Options, analyze, write_csv, write_report
 from ckptstore.errors import UsageError
-from tests.cli.conftest import Run, assert_documented
+from tests.cli.conftest import Run, assert_documented, documented
 from tests.cli.terminal import on_a_terminal
 
-DOCS = Path(__file__).parents[2] / "docs" / "analyze.md"
 QUICK = ("--codecs", "planes,xor,sub")
 
 
@@ -57,13 +55,13 @@ def test_text(ckpt: Run, series: list[Path]) -> None:
     copied = [line.strip() for line in lines[lines.index("to copy:") + 1 :]]
     assert copied[0] == "from ckptstore import DeltaOptions"
     names: dict[str, object] = {"store": ckptstore.open("memory://analyzed", create=True)}
-    exec("\n".join(copied), names)  # noqa: S102  # what is to be copied works
+    exec("\n".join(copied), names)  # noqa: S102  # copied functions still work
     names["writer"].close()  # type: ignore[attr-defined]
 
 
 def test_json_is_as_documented(ckpt: Run, series: list[Path]) -> None:
     found = ckpt("analyze", *series, *QUICK, "--json").json
-    (shown,) = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.S))
+    (shown,) = documented("ckpt analyze")
     params = [row.pop("params") for row in found["steps"]]
     shown["steps"][0].pop("params")
     assert_documented(found, shown)
@@ -106,7 +104,7 @@ def test_csv(ckpt: Run, series: list[Path], tmp_path: Path) -> None:
         assert list(row) == list(step)
         assert (row["class"], row["codec"], int(row["step"])) == (step["class"], step["codec"], step["step"])
         assert float(row["ratio"]) == step["ratio"]
-    began = ckpt("analyze", tmp_path / "nothing.pt", "--csv", tmp_path / "no" / "x.csv")  # before it looks at anything
+    began = ckpt("analyze", tmp_path / "nothing.pt", "--csv", tmp_path / "no" / "x.csv")  # before it reads anything
     assert (began.code, "/no does not exist" in began.err) == (2, True)
 
 

@@ -25,7 +25,7 @@ def nan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_what_it_prints(ckpt: Run, nan: Path) -> None:
+def test_its_output(ckpt: Run, nan: Path) -> None:
     outcome = ckpt("bisect", nan, "--nan")
     assert outcome.out.splitlines()[-2:] == ["first bad: 9@1", "last good: 8@1"]
     assert outcome.out.splitlines()[0] == "good     6@1  (6 left)"

@@ -36,7 +36,7 @@ def test_dry_run_then_the_moves_then_nothing(ckpt: Run, chain: Path) -> None:
         ["materialize", "23@1"],
     ]
     assert shown.out.splitlines()[-1].startswith("4 checkpoints would be kept: ")
-    for line, move in zip(shown.out.splitlines()[1:4], planned["moves"], strict=True):  # each move's own, no sum
+    for line, move in zip(shown.out.splitlines()[1:4], planned["moves"], strict=True):  # each move's own bytes, no sum
         assert f"  {_signed(move['bytes_after'] - move['bytes_before'])}  " in line
     done = ckpt("compact", chain, "--take-over", "--gc", "--json").json
     assert [move["stored"] for move in done["moves"]] == [move["stored"] for move in planned["moves"]]
@@ -49,7 +49,7 @@ def test_dry_run_then_the_moves_then_nothing(ckpt: Run, chain: Path) -> None:
     assert again.out.splitlines()[0].startswith("nothing to compact")
 
 
-def test_what_is_merged_is_a_range_and_never_cut(ckpt: Run, tmp_path: Path) -> None:
+def test_a_merged_range_is_shown_whole(ckpt: Run, tmp_path: Path) -> None:
     filled(ckptstore.open(tmp_path / "all"), range(1, 13), CHAIN).close()
     (row,) = [
         line for line in ckpt("compact", tmp_path / "all", "--dry-run").out.splitlines() if line.startswith("merge")
@@ -99,13 +99,13 @@ def test_damage(ckpt: Run, chain: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [["--max-depth", "-1"], ["--max-restore-seconds", "soon"], ["--bandwidth", "3"]])
-def test_what_is_no_option(ckpt: Run, chain: Path, option: list[str]) -> None:
+def test_invalid_options(ckpt: Run, chain: Path, option: list[str]) -> None:
     assert ckpt("compact", chain, *option).code == 2
 
 
 def test_only_a_range(ckpt: Run, chain: Path) -> None:
     done = ckpt("compact", chain, "--only", "10..10", "--max-depth", "0", "--take-over", "--json").json
     assert {one["ref"] for move in done["moves"] for one in move["stored"]} == {"10@1"}
-    assert done["unmet"] == []  # of others nothing is said
+    assert done["unmet"] == []  # nothing is printed about the others
     assert ckpt("compact", chain, "--only", "10..999").code == 3
     assert ckpt("compact", chain, "--only", "10").code == 2

@@ -1,4 +1,4 @@
-"""`ckpt completion`, and what it completes."""
+"""`ckpt completion`, and its completions."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def test_the_command_answers_the_shell(pristine: Path) -> None:
 
 
 def typed(shell: list[str], setting_up: str, keys: str, folder: Path) -> str:
-    """What stands on the command line of a real shell, on a terminal of its own, after `keys` were typed."""
+    """The command line of a real shell on its own terminal, after `keys` were typed."""
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TERM": "dumb", "HOME": str(folder)}
     main, other = pty.openpty()
-    # The first to open a terminal in a new session is controlled by it, which fish insists on.
+    # The first process that opens a terminal in a new session is controlled by it, which fish requires.
     opened = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(other), *shell]
     process = subprocess.Popen(opened, cwd=folder, env=environment, start_new_session=True)
     seen = b""
@@ -108,8 +108,8 @@ def typed(shell: list[str], setting_up: str, keys: str, folder: Path) -> str:
     try:
         os.write(main, f"{setting_up}\recho rea''dy\r".encode())
         until(b"\nready")
-        # Then: a quote; to the beginning, `echo "<`. So the line is printed as the shell has it. (To the end first
-        # would be to move, upon which zsh takes back the space.)
+        # Then: a quote; to the beginning, `echo "<`. So the shell prints its line. (Moving to the end first would make
+        # zsh remove the space.)
         os.write(main, keys.encode() + b'>"\x01echo "<\r')
         until(b"\n<")
         until(b">\r\n")
@@ -143,7 +143,7 @@ LINES = [
     ("ckpt inspect runs/gpt --tensor=odd.h\t", "ckpt inspect runs/gpt --tensor=odd.half "),
     ("ckpt tune interval runs/gpt --like=5@\t", "ckpt tune interval runs/gpt --like=5@3 "),
 ]
-"""Keys -> what then stands on the command line."""
+"""Keys -> the resulting command line."""
 
 
 @pytest.mark.slow
@@ -168,5 +168,5 @@ def test_in_other_shells(pristine: Path, tmp_path: Path, shell: str, keys: str, 
     (tmp_path / "runs/other").mkdir(parents=True)
     (tmp_path / "runs/gpt").symlink_to(pristine)
     if keys == FOLDER:
-        line = "ckpt inspect runs/gpt/"  # these go by their own rules for folders
+        line = "ckpt inspect runs/gpt/"  # these have their own rules for folders
     assert typed(*OTHERS[shell], keys, tmp_path) == line

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented
@@ -54,7 +56,7 @@ def test_repair(ckpt: Run, run: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_a_segment_of_which_nobody_knows_whose_it_was_is_a_loss(ckpt: Run, run: Path, tmp_path: Path) -> None:
+def test_a_segment_of_unknown_origin_is_a_loss(ckpt: Run, run: Path, tmp_path: Path) -> None:
     (run / ckptstore.open(run).describe("5@3")[0][0].key).write_bytes(b"cut")
     shutil.rmtree(run / "log")
     shutil.rmtree(run / "fold", ignore_errors=True)
@@ -70,11 +72,11 @@ def test_repair_of_an_intact_store(ckpt: Run, run: Path, tmp_path: Path) -> None
     assert ckpt("repair", tmp_path / "nothing", tmp_path / "other").code == 3
 
 
-def test_what_is_lost_for_one_reason_is_one_line(ckpt: Run, tmp_path: Path) -> None:
+def test_losses_of_one_cause_are_one_line(ckpt: Run, tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "chain") as store, store.writer(deltas=CHAIN, poll_seconds=None) as writer:
         weights = np.random.default_rng(1).integers(0, 2**31, 20000).astype(np.int32)
         for step in range(1, 8):
-            weights[:20] += 1  # of each nothing can be had without the one before
+            weights[:20] += 1  # none can be restored without the one before
             writer.save({"weights": weights.copy()}, step)
         key = next(iter(store.checkpoint("2@1").segments))
     next((tmp_path / "chain").rglob(f"{key}.safetensors")).unlink()
@@ -83,3 +85,19 @@ def test_what_is_lost_for_one_reason_is_one_line(ckpt: Run, tmp_path: Path) -> N
     assert len(lost) == 2, done.out
     assert lost[0].startswith("lost     2@1: seg/")
     assert lost[1] == "lost     3..7@1: they build on 2@1"
+
+
+def test_lost_checkpoints_are_grouped_by_what_they_build_on_in_whatever_words(
+    monkeypatch: pytest.MonkeyPatch, ckpt: Run, run: Path, tmp_path: Path
+) -> None:
+    done = ckptstore.repair(run, tmp_path / "new")
+    lost = {"2@1": "a", "3@1": "b", "4@1": "c", "6@1": "d", "9@1": "e"}
+    done = replace(done, lost=lost, lost_bases={"3@1": "2@1", "4@1": "3@1", "9@1": "6@1"})
+    monkeypatch.setattr(ckptstore, "repair", lambda *_, **__: done)
+    told = ckpt("repair", run, tmp_path / "other").out.splitlines()
+    assert [line for line in told if line.startswith("lost")] == [
+        "lost     2@1: a",
+        "lost     3@1, 4@1: they build on 2@1",
+        "lost     6@1: d",
+        "lost     9@1: what it builds on is lost: 6@1",
+    ]

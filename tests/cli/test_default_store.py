@@ -1,4 +1,4 @@
-"""`CKPT_STORE`: where STORE may be left out, and that this depends on how arguments are written alone."""
+"""`CKPT_STORE`: where STORE may be omitted, which depends only on how the arguments are written."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def there(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_left_out(ckpt: Run, there: Path, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(there.parent)
-    Path("5").mkdir()  # what exists does not matter
+    Path("5").mkdir()  # existing paths do not matter
     Path("latest").mkdir()
     found = ckpt(*arguments)
     assert found.code == 0, found.err
     monkeypatch.delenv("CKPT_STORE")
     command, *rest = (word for word in arguments if word != "-")
     first, again = (one.out.splitlines()[0].partition(":")[0] for one in (found, ckpt(command, there, *rest)))
-    assert first == again  # what follows a colon may be measured
+    assert first == again  # the part after a colon may be a metric
     assert ckpt(*arguments).code in (2, 3)
 
 
@@ -73,7 +73,7 @@ def test_a_store_that_is_named_is_taken(ckpt: Run, there: Path, tmp_path: Path) 
     assert "5@1" in ckpt("log", other).out
     assert "checkpoint 5@1" in ckpt("inspect", other, "5").out
     assert "checkpoint 5@1" in ckpt("inspect", other).out
-    assert ckpt("tag", "best", "5").code == 3  # NAME is no REF: this is a store that is not there
+    assert ckpt("tag", "best", "5").code == 3  # NAME is no REF: this is a missing store
     assert ckpt("inspect", "5", "5").code == 2
 
 

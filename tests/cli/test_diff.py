@@ -48,7 +48,7 @@ def test_all_sort_and_select(ckpt: Run, pristine: Path) -> None:
     assert ckpt("diff", pristine, "2", "5", "--select", "odd.*", "--json").json["state"] == []
 
 
-def test_what_changed_most_comes_first_counters_and_random_states_last(ckpt: Run, tmp_path: Path) -> None:
+def test_the_largest_changes_come_first_counters_and_random_states_last(ckpt: Run, tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "run")
     with store.writer(poll_seconds=None) as writer:
         for step in (1, 2):
@@ -137,7 +137,7 @@ def test_two_stores_as_arguments(ckpt: Run, pristine: Path, tmp_path: Path) -> N
     assert named == newest == ckpt("diff", pristine, "5", "5", "--in", tmp_path / "b").out
 
 
-def test_what_is_no_two_checkpoints_is_told_how() -> None:
+def test_other_arguments_than_two_checkpoints_get_the_usage() -> None:
     for words in (["latest", "runs/b"], ["60", "runs/b", "61", "62"], ["runs/b", "60", "61"]):
         code, said = main_says("diff", "runs/a", *words)
         assert (code, said[:5]) == (2, "hint:") or words == ["latest", "runs/b"]

@@ -1,4 +1,4 @@
-"""`ckpt doctor`: what it prints; what it finds is tested in tests/doctor."""
+"""The output of `ckpt doctor`; its findings are tested in tests/doctor."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_text(ckpt: Run, pristine: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert f"medium ({pristine})" in ckpt("doctor", "--quick").out
 
 
-def test_what_is_examined_does_not_stay_on_the_screen(pristine: Path) -> None:
-    shown = on_a_terminal("doctor", pristine, "--quick")  # with NO_COLOR, which is about colours
+def test_the_progress_line_is_cleared(pristine: Path) -> None:
+    shown = on_a_terminal("doctor", pristine, "--quick")  # with NO_COLOR, which concerns colours
     assert "\r\x1b[Kexamining: software" in shown
     assert "\r\x1b[Keverything works" in shown
 
 
-def test_what_fails_comes_with_what_to_do(ckpt: Run) -> None:
+def test_a_failed_check_comes_with_a_remedy(ckpt: Run) -> None:
     outcome = ckpt("doctor", "/proc/nowhere", "--quick")
     assert outcome.code == 1
     lines = outcome.out.splitlines()

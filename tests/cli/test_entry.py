@@ -1,4 +1,4 @@
-"""Ctrl-C while the command is still being imported."""
+"""Ctrl-C while the command is still importing."""
 
 from __future__ import annotations
 

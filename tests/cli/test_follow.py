@@ -1,4 +1,4 @@
-"""`ckpt follow`: lines and files for each checkpoint, commands that are run, and how it ends."""
+"""`ckpt follow`: lines and files for each checkpoint, commands that it runs, and its ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented, state
 
 INTERRUPTIBLE: Final = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-"""Shells have what they start in the background ignore SIGINT, and tests may be that."""
+"""Shells make background processes ignore SIGINT, and the tests may run in the background."""
 COMMAND: Final = [sys.executable, "-c", f"{INTERRUPTIBLE}; from ckptstore.cli.main import main; main()", "follow"]
 PATIENCE: Final = 120.0
 
@@ -57,7 +57,7 @@ def test_files_of_earlier_versions_are_known_as_exported(ckpt: Run, run: Path, t
     assert ckpt("follow", run, "--out", out, "--after", "2@1", "--each", "--once").code == 0
     with safe_open(out, "numpy") as file:
         said = file.metadata()
-    ref = said.pop("ckptstore.checkpoint")  # what files say is a format: no renamed module may change it
+    ref = said.pop("ckptstore.checkpoint")  # the file's metadata is a format: no renamed module may change it
     save_file(load_file(out), out, {**said, member: ref})
     assert ckpt("follow", run, "--out", out, "--once", "--after", "2@1").code == 0
     save_file(load_file(out), out, {**said, "another.checkpoint": ref})
@@ -131,7 +131,7 @@ def test_a_run_is_followed_until_a_signal_comes(tmp_path: Path, number: int, cod
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 1), ("SIGTERM", 143)])
 def test_a_signal_that_comes_while_a_finalizer_runs_is_heard(name: str, code: int) -> None:
-    """Python ignores what a finalizer raises, so a command went on as if nothing had come."""
+    """Python ignores exceptions of a finalizer, so a command continued as if no signal had come."""
     script = f"""
 import os, signal, time, weakref
 from ckptstore.cli.main import heed_signals

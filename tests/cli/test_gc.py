@@ -1,4 +1,4 @@
-"""`ckpt gc`: what it deletes, and who keeps it from that."""
+"""`ckpt gc`: the segments that it deletes, and those that others keep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cli.conftest import Run, assert_documented, documented, state
 
 @pytest.fixture
 def litter(run: Path) -> Path:
-    """A store in which the segment of the retired 4@1 is not needed any more; its path below the store."""
+    """A store in which the segment of the retired 4@1 is no longer needed; its path below the store."""
     store = ckptstore.open(run)
     with store.writer(poll_seconds=None) as writer:
         drops = droppable(store.view().catalog, [(1, 4)])
@@ -30,7 +30,7 @@ def litter(run: Path) -> Path:
     return Path(f"seg/0000000001/{segment}.safetensors")
 
 
-def test_what_nothing_needs_goes(ckpt: Run, run: Path, litter: Path) -> None:
+def test_unneeded_segments_are_deleted(ckpt: Run, run: Path, litter: Path) -> None:
     nbytes = (run / litter).stat().st_size
     planned = ckpt("gc", run, "--dry-run", "--json").json
     assert_documented(planned, documented("ckpt gc")[0])
@@ -46,7 +46,7 @@ def test_what_nothing_needs_goes(ckpt: Run, run: Path, litter: Path) -> None:
     assert set(ckptstore.open(run).load(5, framework="numpy")) == set(state(5))
 
 
-def test_who_pins_is_named(ckpt: Run, run: Path, litter: Path) -> None:
+def test_the_owner_of_a_pin_is_named(ckpt: Run, run: Path, litter: Path) -> None:
     store = ckptstore.open(run)
     with Pin(store.backend, [litter.stem]) as pin:
         outcome = ckpt("gc", run)
@@ -114,9 +114,7 @@ def test_strangers_are_shown_and_kept(ckpt: Run, run: Path, litter: Path) -> Non
     assert not (run / litter).exists()
 
 
-def test_what_is_kept_for_new_checkpoints_is_said(
-    ckpt: Run, run: Path, litter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spare_files_are_reported(ckpt: Run, run: Path, litter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTSTORE_RECYCLE", "always")
     if (why := ckptstore.open(run).backend.recycling).startswith("off"):
         pytest.skip(f"recycling is {why}")
@@ -147,10 +145,10 @@ def test_a_lost_log_is_damage_and_costs_nothing(ckpt: Run, run: Path, options: t
     assert sorted(run.rglob("*.safetensors")) == segments
 
 
-def test_what_a_damaged_log_does_not_name_stays(ckpt: Run, run: Path, litter: Path) -> None:
+def test_segments_stay_if_the_log_is_damaged(ckpt: Run, run: Path, litter: Path) -> None:
     slot = run / "log" / f"{2:020d}"
     slot.write_bytes(slot.read_bytes()[:-40])
     outcome = ckpt("gc", run)
     assert outcome.code == 4
     assert "note: log slot 2 is damaged or missing" in outcome.err
-    assert (run / litter).exists()  # it may be what that slot promised
+    assert (run / litter).exists()  # it may be the segment that that slot promised

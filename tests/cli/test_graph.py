@@ -29,7 +29,7 @@ def test_three_branches_from_one_checkpoint() -> None:
     assert drawn("c<1", "b<1", "a<1", "1") == ["* c", "| * b", "| | * a", "|_|/", "|/", "* 1"]
 
 
-def test_a_branch_joins_while_others_go_on() -> None:
+def test_a_branch_joins_while_others_continue() -> None:
     # d continues b; c and b both continue a; e is on the right and moves left when c joins
     assert drawn("d<b", "c<a", "e<x", "b<a", "a", "x") == [
         "* d",

@@ -77,7 +77,7 @@ def test_a_torch_file_with_code_in_it_is_refused(ckpt: Run, tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
-def test_trainer_folders_are_imported_whole_or_as_told(ckpt: Run, tmp_path: Path) -> None:
+def test_trainer_folders_are_imported_whole_or_in_part(ckpt: Run, tmp_path: Path) -> None:
     folders = [tmp_path / f"checkpoint-{step}" for step in (10, 5)]
     saved = {int(folder.name[11:]): write_trainer_folder(folder, step=int(folder.name[11:])) for folder in folders}
     refused = ckpt("import", tmp_path / "run", *folders)
@@ -95,7 +95,7 @@ def test_trainer_folders_are_imported_whole_or_as_told(ckpt: Run, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
-def test_what_was_restored_can_be_imported(ckpt: Run, pristine: Path, tmp_path: Path, name: str) -> None:
+def test_a_restored_file_can_be_imported(ckpt: Run, pristine: Path, tmp_path: Path, name: str) -> None:
     ckpt("restore", pristine, "--out", tmp_path / name)
     assert ckpt("import", tmp_path / "copy", tmp_path / name, "--step", "5").code == 0
     copy = ckptstore.open(tmp_path / "copy")

@@ -121,7 +121,7 @@ def test_statistics_of_awkward_tensors(ckpt: Run, pristine: Path) -> None:
     assert ckpt("inspect", pristine, "--tensor", "model.frozen", "--json").json["max"] == 11
 
 
-def test_lossy_is_said_of_what_is_lossy_and_of_nothing_else(ckpt: Run, tmp_path: Path) -> None:
+def test_only_lossy_checkpoints_are_marked_lossy(ckpt: Run, tmp_path: Path) -> None:
     trainer, store = Trainer(), ckptstore.open(tmp_path / "run", create=True)
     with store.writer(diffs=DiffOptions(batch=4, accumulate="sum")) as writer:
         for step in range(1, 6):

@@ -71,7 +71,7 @@ def test_an_empty_store(ckpt: Run, tmp_path: Path) -> None:
     assert ckpt("log", tmp_path / "new", "--json").json["checkpoints"] == []
 
 
-def test_a_term_without_checkpoints_is_told(ckpt: Run, run: Path) -> None:
+def test_a_term_without_checkpoints_is_shown(ckpt: Run, run: Path) -> None:
     with ckptstore.open(run).writer(parent="3@2"):
         pass
     outcome = ckpt("log", run)
@@ -187,7 +187,7 @@ def test_the_best_first(ckpt: Run, tmp_path: Path) -> None:
 
 @pytest.fixture
 def stepped(tmp_path: Path) -> Path:
-    """Term 1: a full and step diffs 2 to 20, of which 9 is tagged. Term 2 goes on from 12@1: 13 to 16."""
+    """Term 1: a full and step diffs 2 to 20, of which 9 is tagged. Term 2 continues from 12@1: 13 to 16."""
     trainer, store = Trainer(sizes={"w": (40,)}), ckptstore.open(tmp_path / "stepped", create=True)
     for parent, steps in ((None, range(1, 21)), ("12@1", range(13, 17))):
         with store.writer(parent, diffs=ckptstore.DiffOptions(batch=5), poll_seconds=None) as writer:
@@ -232,7 +232,7 @@ def test_terms_and_tags_are_coloured(stepped: Path, monkeypatch: pytest.MonkeyPa
     assert any("\x1b[33m" in line and "tag:best" in line for line in lines)
 
 
-def test_a_terminal_says_who_writes(run: Path) -> None:
+def test_a_terminal_shows_the_writer(run: Path) -> None:
     store = ckptstore.open(run)
     with store.writer(poll_seconds=None):
         said = on_a_terminal("log", run, columns=120).splitlines()[1]

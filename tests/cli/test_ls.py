@@ -29,7 +29,7 @@ def test_text_and_json(ckpt: Run, run: Path) -> None:
     assert lines[2].endswith("  closed, all saves done")
 
 
-def test_who_is_writing_and_who_was_killed(ckpt: Run, run: Path) -> None:
+def test_live_and_killed_writers(ckpt: Run, run: Path) -> None:
     with ckptstore.open(run).writer():
         assert ckpt("ls", run.parent).out.splitlines()[-1].endswith(f"  process {os.getpid()} is writing")
     script = "import os, sys, ckptstore\nckptstore.open(sys.argv[1]).writer()\nos.kill(os.getpid(), 9)"
@@ -55,7 +55,7 @@ def test_a_damaged_store_is_called_damaged(ckpt: Run, run: Path) -> None:
     assert "log is damaged or lost" in ckpt("ls", run.parent).err
 
 
-def test_what_cannot_be_read_is_named(ckpt: Run, run: Path) -> None:
+def test_an_unreadable_run_is_named(ckpt: Run, run: Path) -> None:
     (run / "FORMAT").write_bytes(b"garbage")
     outcome = ckpt("ls", run.parent)
     assert outcome.code == 0

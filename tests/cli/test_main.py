@@ -1,4 +1,4 @@
-"""The group: what it lists, what it imports, how errors come out."""
+"""The command group: its commands, imports and errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def error_classes() -> list[type[errors.CkptError]]:
     waiting = [errors.CkptError]
     while waiting:
         kind = waiting.pop()
-        if kind.__module__ == errors.__name__:  # others are within the engine: nobody is given one
+        if kind.__module__ == errors.__name__:  # others are within the engine: no user gets one
             found.append(kind)
         waiting.extend(kind.__subclasses__())
     return found
@@ -111,7 +111,7 @@ def test_every_error_is_one_line_and_its_exit_code(
 
 
 def test_the_error_document_is_the_documented_one(ckpt: Run, pristine: Path) -> None:
-    (shown,) = documented("What all commands share")
+    (shown,) = documented("Errors")
     outcome = ckpt("inspect", pristine, "99", "--json")
     assert outcome.json["error"].keys() == shown["error"].keys()
     assert outcome.json["error"]["exit_code"] == outcome.code == 3
@@ -246,7 +246,7 @@ def test_a_closed_pipe_is_quiet(pristine: Path) -> None:
     process = subprocess.Popen([*COMMAND, "log", pristine], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
-    process.stdout.close()  # before anything is written: the first write meets a closed pipe
+    process.stdout.close()  # before anything is written: the first write fails on a closed pipe
     complaint = process.stderr.read()
     process.stderr.close()
     assert process.wait() == error_output.CLOSED_PIPE
@@ -254,7 +254,7 @@ def test_a_closed_pipe_is_quiet(pristine: Path) -> None:
 
 
 def shell(line: str, store: Path) -> subprocess.CompletedProcess[str]:
-    """Run a line of a shell, in which ``ckpt`` is the command and ``$0`` the store."""
+    """Run a shell line in which ``ckpt`` is the command and ``$0`` the store."""
     script = f'ckpt() {{ {shlex.join(COMMAND)} "$@"; }}; {line}'
     return subprocess.run(["/bin/sh", "-c", script, str(store)], capture_output=True, text=True, check=False)
 
@@ -296,7 +296,7 @@ def test_a_full_stderr_leaves_the_exit_code(pristine: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp437", "ascii"])
 def test_a_terminal_without_unicode(pristine: Path, encoding: str) -> None:
-    """Signs that it has not are written as escapes. Of ascii click makes UTF-8; of others it leaves an error."""
+    """Characters that it lacks are written as escapes. For ascii click uses UTF-8; for others it raises an error."""
 
     def run(*arguments: object) -> subprocess.CompletedProcess[bytes]:
         environment = os.environ | {"PYTHONIOENCODING": encoding}
@@ -317,8 +317,8 @@ def test_a_terminal_without_unicode(pristine: Path, encoding: str) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_leave_no_temporary_file(pristine: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
-    # Stop inside the export, deterministically: the first chunk of a tensor waits.
-    # A process started in the background, as CI may be, inherits an ignored SIGINT, and so would ours.
+    # Stop inside the export, deterministically: the first chunk of a tensor waits. A background process, as CI may be,
+    # inherits an ignored SIGINT, and so would ours.
     script = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -366,7 +366,7 @@ def test_commands_that_people_try(ckpt: Run, name: str) -> None:
 
 
 def test_a_flipped_byte_of_format_is_damage(ckpt: Run, run: Path) -> None:
-    """Not another format: docs/cli.md promises 4 for bytes that differ from what was written."""
+    """Not another format: docs/cli.md promises exit code 4 for bytes that differ from the written ones."""
     content = (run / "FORMAT").read_bytes()
     for place in range(0, len(content), 9):
         (run / "FORMAT").write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])

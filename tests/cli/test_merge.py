@@ -1,4 +1,4 @@
-"""`ckpt merge`: what it shows, and how it ends."""
+"""`ckpt merge`: its output and its end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_plan_and_what_becomes_of_it(ckpt: Run, chain: Path) -> None:
         same(STATES[step - 1], ckptstore.open(chain).load(step))
 
 
-def test_fulls_go_where_that_is_said(ckpt: Run, chain: Path) -> None:
+def test_fulls_are_dropped_only_with_the_option(ckpt: Run, chain: Path) -> None:
     done = ckpt("merge", chain, "1..6", "--fulls", "--take-over")
     assert done.code == 0
     assert "retired: 4 checkpoints: 1@1, 2@1, 4@1, 5@1" in done.out
@@ -72,7 +72,7 @@ def test_fulls_go_where_that_is_said(ckpt: Run, chain: Path) -> None:
     assert "ckpt compact --only" in refused.err
 
 
-def test_nothing_to_gain_is_said_instead_of_a_table_of_zeros(ckpt: Run, tmp_path: Path) -> None:
+def test_no_gain_is_reported_instead_of_a_table_of_zeros(ckpt: Run, tmp_path: Path) -> None:
     store = grown(tmp_path / "grown")  # batches of four: 7 to 10, 11 to 14, 15 to 18
     planned = ckpt("merge", store.url, "8@3..9@3", "--dry-run")
     assert planned.out == (
@@ -92,7 +92,7 @@ def test_keep_steps_as_text(ckpt: Run, chain: Path) -> None:
     assert steps(chain) == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_is_lost_is_said_before_and_after(ckpt: Run, chain: Path) -> None:
+def test_losses_are_reported_before_and_after(ckpt: Run, chain: Path) -> None:
     planned = ckpt("merge", chain, "4..6", "--dry-run")
     assert planned.err.startswith("note: 2 checkpoints can no longer be restored after this: 4@1, 5@1\n")
     refused = on_a_terminal("merge", chain, "4..6", "--take-over", typed="n\n")

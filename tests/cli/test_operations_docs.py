@@ -1,4 +1,4 @@
-"""Every command of docs/operations.md prints what the page says; names, sizes and times of a run left out."""
+"""Every command of docs/operations.md prints what the page shows, except names, sizes and times of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs/operations.md"
 
 
 def blocks(text: str) -> list[list[tuple[str, str]]]:
-    """The commands of every console block, each with what it prints."""
+    """The commands of every console block, each with its output."""
     found = []
     for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         parts = re.split(r"^\$ (.*)\n", block, flags=re.MULTILINE)[1:]
@@ -25,14 +25,14 @@ def blocks(text: str) -> list[list[tuple[str, str]]]:
 
 
 def plain(text: str) -> str:
-    """Without what differs from run to run."""
+    """Text without the parts that differ from run to run."""
     text = re.sub(r"\b[0-9a-f]{32}\b", "ID", text)
     text = re.sub(r"\b\d[\d.]* (B|KiB|MiB)\b", "SIZE", text)
     return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", text)
 
 
 def damage(what: list[str]) -> None:
-    """Break the store. Only `segment` stays: what follows begins with the backup."""
+    """Damage the store. Only `segment` stays: the rest of the page begins with the backup."""
     root = Path("runs/gpt")
     if what[0] != "segment":
         shutil.rmtree(root)

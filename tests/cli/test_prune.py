@@ -88,7 +88,7 @@ def test_mistakes(ckpt: Run, chain: Path) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_misspelt_metric_is_told(ckpt: Run, chain: Path) -> None:
+def test_a_misspelt_metric_is_reported(ckpt: Run, chain: Path) -> None:
     told = "no checkpoint has 'los' (there are: loss): best:los:2 keeps everything until one has"
     assert f"note: {told}\n" in ckpt("keep", chain, "last:1", "best:los:2", "--take-over").err
     assert f"note: {told}\n" in ckpt("prune", chain, "--dry-run").err
@@ -98,7 +98,7 @@ def test_a_misspelt_metric_is_told(ckpt: Run, chain: Path) -> None:
     assert caught[0].filename == __file__
 
 
-def test_what_to_do_next(ckpt: Run, chain: Path) -> None:
+def test_the_next_command_is_shown(ckpt: Run, chain: Path) -> None:
     outcome = ckpt("prune", chain)
     assert outcome.code == 2
     assert outcome.err.splitlines()[-1] == (

@@ -121,7 +121,7 @@ def test_the_name_decides_the_format(ckpt: Run, pristine: Path, tmp_path: Path, 
     assert forced["format"] == "pt"
 
 
-def test_what_a_pt_file_cannot_hold_is_noted(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+def test_values_that_a_pt_file_cannot_hold_are_reported(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
     outcome = ckpt("restore", pristine, "--out", tmp_path / "x.pt")
     assert outcome.code == 0
     assert "5 values have another type" in outcome.err  # numpy arrays are tensors in a .pt file
@@ -202,6 +202,6 @@ def test_a_pipe_gets_the_file(run: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path != run] == ["file.safetensors"]
 
 
-def test_what_no_pipe_takes(ckpt: Run, run: Path) -> None:
+def test_formats_that_cannot_go_to_a_pipe(ckpt: Run, run: Path) -> None:
     assert ckpt("restore", run, "--out", "-", "--json").code == 2
     assert ckpt("restore", run, "--out", "-", "--max-shard-size", "1MB").code == 2

@@ -16,7 +16,7 @@ def test_dry_run_and_then(ckpt: Run, run: Path) -> None:
     assert len(store.checkpoints()) == 7
     text = ckpt("retire", run, "3@1", "4@1", "--dry-run")
     assert text.out == "would retire 2 checkpoints: 3@1, 4@1\n"
-    assert ckpt("rm", run, "3@1", "4@1", "--dry-run").out == text.out  # what people type
+    assert ckpt("rm", run, "3@1", "4@1", "--dry-run").out == text.out  # the forms that people type
     assert "2 segments are no longer needed: `ckpt gc` would free " in text.err
     done = ckpt("retire", run, "3@1", "4@1", "--take-over", "--json").json
     assert done == planned | {"dry_run": False}
@@ -25,7 +25,7 @@ def test_dry_run_and_then(ckpt: Run, run: Path) -> None:
     assert ckpt("verify", run).code == 0
 
 
-def test_what_is_kept_is_said(ckpt: Run, tmp_path: Path) -> None:
+def test_kept_checkpoints_are_reported(ckpt: Run, tmp_path: Path) -> None:
     from tests.maintenance.test_tags_and_retirement import CHAIN, fill
 
     store = fill(ckptstore.open(tmp_path / "chain"), 1, 2, 3, deltas=CHAIN)
@@ -51,7 +51,7 @@ def test_mistakes(ckpt: Run, run: Path) -> None:
 
 
 def test_without_a_ref_it_says_what_to_type(ckpt: Run, run: Path) -> None:
-    """The example can be pasted: the newest that may be given up (4@2: 5@3 is the latest, and has a tag)."""
+    """The example can be pasted: the newest checkpoint that may be retired (4@2: 5@3 is the latest, and has a tag)."""
     before = sorted(run.rglob("*"))
     for name in ("rm", "retire"):
         outcome = ckpt(name, run)

@@ -1,4 +1,4 @@
-"""Every command on a terminal of 80 columns: nothing is wider, and what is broken is broken between words."""
+"""Every command on a terminal of 80 columns: nothing is wider, and lines break between words."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SCREENS = {
     "doctor": ["doctor runs/gpt --quick"],
     "completion": [],
 }
-"""Command -> what is typed. The script that `completion` prints is for a shell."""
+"""Command -> the typed line. The script that `completion` prints is for a shell."""
 MISTAKES = [
     "log runs/gtp",
     "log runs/gpt 20",
@@ -81,7 +81,7 @@ for words in json.loads(sys.argv[1]):
 
 
 def played(lines: list[str], folder: Path) -> list[tuple[str, int]]:
-    """What each line prints on one terminal, stdout and stderr, and its exit code."""
+    """The output of each line on one terminal, stdout and stderr, and its exit code."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
     kept = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES", "CKPT_STORE", "LESS")}
@@ -99,7 +99,7 @@ def played(lines: list[str], folder: Path) -> list[tuple[str, int]]:
     try:
         while part := os.read(ours, 65536):
             written += part
-    except OSError:  # EIO: nobody has the terminal open any more
+    except OSError:  # EIO: no process has the terminal open any more
         pass
     finally:
         os.close(ours)
@@ -111,13 +111,13 @@ def played(lines: list[str], folder: Path) -> list[tuple[str, int]]:
 
 
 def shown(text: str) -> list[str]:
-    """The lines that stay on the screen: no colours, nothing that was overwritten, no bars."""
+    """The lines that remain on the screen: without colours, overwritten text and bars."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     return [line.split("\r")[-1].rstrip() for line in text.split("\n") if "━" not in line]
 
 
 def too_wide(line: str) -> bool:
-    """Whether it could have been broken. A path, a range or a command to paste stays in one piece."""
+    """Whether a line could have been broken. A path, a range or a command to paste stays in one piece."""
     if len(line) <= WIDTH:
         return False
     indent = len(line) - len(line.lstrip())
@@ -157,7 +157,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_nothing_is_wider_than_the_terminal(world: Path, tmp_path: Path) -> None:
-    assert SCREENS.keys() == COMMANDS.keys()
+    assert SCREENS.keys() == COMMANDS.keys(), "SCREENS above has what is typed for each command"
     here = shutil.copytree(world, tmp_path / "here")
     lines = [line for typed in SCREENS.values() for line in typed] + MISTAKES
     wide = []

@@ -23,7 +23,7 @@ def saved(store: ckptstore.Store, steps: range, factor: float, **options: Any) -
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Path, Path]:
-    """a: steps 1 to 6, of which 5 and 6 were gone back from and done once more. b: a's first three, then others."""
+    """a: steps 1 to 6, of which 5 and 6 were rolled back and taken again. b: a's first three, then others."""
     a = ckptstore.open(tmp_path / "a")
     saved(a, range(1, 7), 1.0)
     a.copy(tmp_path / "b", ["1@1", "2@1", "3@1"])
@@ -48,7 +48,7 @@ def test_which_is_lower_and_where_they_part(ckpt: Run, runs: tuple[Path, Path]) 
     assert rows[8][-2:] == ["only", "one"]
     assert rows[4][1:4] == ["-", "-", "-"]
     assert (rows[6][3], rows[6][-1]) == ("-0.25", "differ")
-    assert rows[5][1] == "0.4"  # of the line that goes on, not of the branch that was left
+    assert rows[5][1] == "0.4"  # of the continued line, not of the abandoned branch
     assert rows[3][-1] == "same"
     assert ckpt("log", a, b, "-n", 2).out.splitlines()[-1] == "... 2 of 8 steps; --all shows every one"
 
@@ -78,7 +78,7 @@ def test_the_same_run_and_others(ckpt: Run, runs: tuple[Path, Path], tmp_path: P
     assert side_by_side(both.journal, both.journal).last_common is None
 
 
-def test_what_cannot_be_meant(ckpt: Run, runs: tuple[Path, Path]) -> None:
+def test_invalid_arguments(ckpt: Run, runs: tuple[Path, Path]) -> None:
     a, b = runs
     assert ckpt("log", a, b, "--term", 1).code == 2
     assert ckpt("log", a, "--metric", "loss").code == 2

@@ -1,4 +1,4 @@
-"""Work that counts nothing says on a terminal that it goes on, and leaves nothing there."""
+"""Work without a count shows on a terminal that it continues, and leaves nothing there."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_on_a_terminal_it_says_for_how_long() -> None:
         while b"end" not in shown:
             shown += os.read(main, 4096)
     os.close(main)
-    assert re.search(rb"inspecting: \d+ s", shown)  # 0, unless the machine stood still
+    assert re.search(rb"inspecting: \d+ s", shown)  # 0, unless the machine was stalled
     assert shown.endswith(b"\r\x1b[Kend\r\n")
 
 
-def test_what_is_quick_and_a_pipe_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_fast_work_and_a_pipe_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with patience("inspecting", every=0.001):
         time.sleep(0.02)
     assert capfd.readouterr() == ("", "")

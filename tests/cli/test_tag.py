@@ -29,7 +29,8 @@ def test_naming_moving_removing(ckpt: Run, run: Path) -> None:
     store = ckptstore.open(run)
     assert ckpt("tag", run, "old", "3@1", "--take-over").out == "tag:old is 3@1\n"
     assert ckpt("tag", run, "best", "tag:old", "--take-over", "--json").json["tags"] == [{"name": "best", "ref": "3@1"}]
-    assert ckpt("tag", run, "3@1", "old", "--take-over").out == "tag:old is 3@1\n"  # the order says nothing else
+    # The order is not significant otherwise.
+    assert ckpt("tag", run, "3@1", "old", "--take-over").out == "tag:old is 3@1\n"
     assert ckpt("tag", run, "new", "--take-over").out == "tag:new is 5@3\n"
     assert {name: info.ref for name, info in store.tags().items()} == {"best": "3@1", "new": "5@3", "old": "3@1"}
     assert ckpt("tag", run, "best", "--delete", "--take-over").out == "tag:best is removed\n"

@@ -58,7 +58,7 @@ def test_the_paper(ckpt: Run) -> None:
     assert "20  1.105  1.000  1.023" in text
 
 
-def test_what_is_given_comes_before_the_paper(ckpt: Run) -> None:
+def test_options_override_the_papers_numbers(ckpt: Run) -> None:
     found = ckpt("tune", "wasted-time", "--paper", "--mtbf", "10h", "--json").json
     assert found["job"]["mtbf"] == 36000
     assert found["sources"]["mtbf"] == "given"

@@ -127,7 +127,7 @@ def test_its_help(ckpt: Run) -> None:
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_command_leaves_nothing(tmp_path: Path, sent: signal.Signals, code: int) -> None:
     arguments = ["tune", "interval", "run", "--size", "40MB", "--probe", "4MB", "--iteration-time", "1ms"]
-    # Whoever runs the tests in the background of a shell has SIGINT ignored, and so its children.
+    # If the tests run in the background of a shell, SIGINT is ignored, also in their children.
     heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     script = f"{heeds}; from ckptstore.cli.main import main; main()"
     command = [sys.executable, "-c", script, *arguments, "--saves", "1000"]

@@ -1,4 +1,4 @@
-"""`ckpt verify`: exit 4 on damage, and what remains."""
+"""`ckpt verify`: exit 4 on damage, and the remaining checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt watch`: beside a run in another process, in a pipe, on a terminal, and how it ends."""
+"""`ckpt watch`: beside a run in another process, in a pipe, on a terminal, and its ends."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_store_in_memory(ckpt: Run) -> None:
 
 @pytest.fixture
 def started() -> Iterator[Any]:
-    """Begins processes, and ends them if the test has not."""
+    """Starts processes, and ends those that the test has not ended."""
     processes: list[subprocess.Popen[bytes]] = []
 
     def start(command: list[Any], **options: Any) -> subprocess.Popen[bytes]:
@@ -75,7 +75,7 @@ def started() -> Iterator[Any]:
 
 
 def lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """What it prints, line by line; it is expected to go on printing."""
+    """Its output, line by line; it is expected to continue."""
     assert process.stdout is not None
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
@@ -187,7 +187,7 @@ def test_a_store_that_is_taken_away_ends_it(started: Any, run: Path, how: str, c
         with ckptstore.open(run.parent / "other").writer(poll_seconds=None) as writer:
             writer.save({"x": 1}, 1)
         (run.parent / "link").symlink_to(run.parent / "other")
-        (run.parent / "link").replace(place)  # at once: no look finds nothing
+        (run.parent / "link").replace(place)  # at once: a look always finds a checkpoint
     error = json.loads(list(coming)[-1])["error"]
     assert watcher.stderr is not None
     text = watcher.stderr.read().decode()
@@ -197,7 +197,7 @@ def test_a_store_that_is_taken_away_ends_it(started: Any, run: Path, how: str, c
     assert "Traceback" not in text
 
 
-def test_on_a_terminal_lines_are_drawn_anew(started: Any, run: Path) -> None:
+def test_on_a_terminal_lines_are_drawn_again(started: Any, run: Path) -> None:
     main, other = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30", "PYTHONIOENCODING": "utf-8"}
     watcher = started([*COMMAND, run, "--every", "0.05"], stdout=other, stderr=other, stdin=other, env=environment)
@@ -220,7 +220,7 @@ def test_on_a_terminal_lines_are_drawn_anew(started: Any, run: Path) -> None:
         until("steps/s")
         until("term 4 continues from 5@3")
         watcher.send_signal(signal.SIGINT)
-        until("\x1b[?25h")  # the cursor is shown again; nobody else empties the terminal
+        until("\x1b[?25h")  # the cursor is shown again; nothing else clears the terminal
         assert watcher.wait(PATIENCE) == 0
     os.close(main)
     assert b"Traceback" not in shown
@@ -246,5 +246,5 @@ def test_bars() -> None:
     assert spark([float("nan")], 5, "utf-8") == "!"
 
 
-def test_what_a_terminal_would_obey_is_not_shown() -> None:
+def test_control_characters_are_not_shown() -> None:
     assert printable("node\x1b[2J\n") == "node\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}"

@@ -1,4 +1,4 @@
-"""`ckpt doctor` on real disks, a real S3 server, and under real limits; and that it leaves nothing behind."""
+"""`ckpt doctor` on real disks, a real S3 server, and under real limits; it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def findings(outcome: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def doctor(*more: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, under what the shell line `before` does to it."""
+    """The command in its own process, after the shell line `before`."""
     line = ["sh", "-c", f'{before}\nexec "$@"', "sh", *COMMAND, *more]
     return subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, check=False)
 
@@ -96,7 +96,7 @@ def test_a_store_and_a_damaged_log(tmp_path: Path) -> None:
 
 
 def test_a_folder_where_nothing_can_be_written(tmp_path: Path) -> None:
-    outcome = doctor("/proc/nowhere")  # the kernel's own: nobody makes a file there
+    outcome = doctor("/proc/nowhere")  # the kernel's own: no file can be made there
     assert outcome.returncode == 1
     assert findings(outcome)["writing"]["verdict"] == "fails"
     (tmp_path / "file").write_text("no store")
@@ -149,12 +149,12 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
         if status == 143:
             return
-        assert status in (0, 1, -signal.SIGTERM)  # it was about to end, or had: this test came late
+        assert status in (0, 1, -signal.SIGTERM)  # it was about to end, or had: the signal came late
     raise AssertionError("it always ended before it was told to")
 
 
 def told_to_end(folder: Path) -> int:
-    """The status of a doctor that was told to end as soon as it had begun to write."""
+    """The exit status of a doctor that got SIGTERM as soon as it had begun to write."""
     process = subprocess.Popen(
         [sys.executable, "-m", "ckptstore", "doctor", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -211,4 +211,4 @@ def test_the_clock_of_a_server(off: float, verdict: str) -> None:
         thread.join()
         server.server_close()
     assert finding.verdict == verdict, finding
-    assert against_server(f"http://127.0.0.1:{server.server_port}").verdict == "absent"  # it answers no more
+    assert against_server(f"http://127.0.0.1:{server.server_port}").verdict == "absent"  # it no longer answers

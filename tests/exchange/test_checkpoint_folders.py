@@ -1,4 +1,4 @@
-"""Folders that trainers write: everything in them becomes the state, is left out on request, or is refused."""
+"""Folders that trainers write: every file in them becomes part of the state, is skipped on request, or is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_trainers_folder_comes_back_whole(tmp_path: Path, sharded: bool, ranks
     same(optimizer.state_dict(), saved["optimizer"])
 
 
-def test_what_cannot_be_taken_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+def test_an_unsupported_file_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-5"
     write_trainer_folder(folder)
     (folder / "global_step5").mkdir()
@@ -122,7 +122,7 @@ def test_two_files_for_one_place(tmp_path: Path, extra: str, why: str | None) ->
     folder = tmp_path / "checkpoint-5"
     write_trainer_folder(folder)
     (folder / extra).write_bytes((folder / "scaler.pt").read_bytes())
-    if why is None:  # an index comes before a file: this one is no index
+    if why is None:  # an index has priority over a file: this one is no index
         with pytest.raises(FormatError, match=r"model\.bin\.index\.json"):
             open_checkpoint(folder, ARGUMENTS)
         return
@@ -191,8 +191,8 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, names: list[str], messag
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_other_programs_make_files_of(tmp_path: Path) -> None:
-    """The command that is named does it: run here where it is torch's own."""
+def test_files_that_another_program_converts(tmp_path: Path) -> None:
+    """The named command converts them: run here if it is torch's own."""
     shards = tmp_path / "dcp"
     dcp.save({"w": torch.arange(5.0)}, checkpoint_id=shards, no_dist=True)
     with pytest.raises(UsageError) as raised:
@@ -254,6 +254,6 @@ def test_torchscript_is_called_that(tmp_path: Path) -> None:
         open_checkpoint(path)
     (note,) = told.value.__notes__
     command = note.partition('-c "')[2].rstrip('"').replace("weights.pt", str(tmp_path / "weights.pt"))
-    exec(command, {})  # noqa: S102  # what the error says
+    exec(command, {})  # noqa: S102  # the command from the error message
     with open_checkpoint(tmp_path / "weights.pt") as opened:
         assert set(opened.flat.tensors) == {"weight", "bias"}

@@ -145,7 +145,7 @@ def test_a_hostile_dtype_name_stays_out_of_the_pickle(tmp_path: Path, monkeypatc
 # Complete and durable, or absent
 
 
-def test_what_exists_is_kept(tmp_path: Path) -> None:
+def test_existing_files_are_kept(tmp_path: Path) -> None:
     store = stored({"a": torch.ones(10_000), "b": torch.zeros(10_000)})
     for name, options in [
         ("x.pt", {"format": "pt"}),
@@ -271,7 +271,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.parametrize("where", ["FORMAT", "log/00000000000000000000", "model.safetensors", "seg/new/../model.pt"])
 def test_no_output_inside_a_store(tmp_path: Path, where: str) -> None:
-    """Not of this store, nor of another, empty or with a damaged FORMAT; not through a link to one."""
+    """Neither of this store nor of another, empty or with a damaged FORMAT; not through a link to one."""
     root = tmp_path / "run"
     store = ckptstore.open(root)
     with store.writer() as writer:
@@ -294,7 +294,7 @@ def test_no_output_inside_a_store(tmp_path: Path, where: str) -> None:
 
 
 def test_a_tree_too_long_for_a_header_is_refused_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not left out without a word."""
+    """It is not silently omitted."""
     store = ckptstore.open(tmp_path / "run")
     with store.writer() as writer:
         writer.save({"w": np.ones(3), "notes": "x" * 500}, 1)
@@ -331,7 +331,7 @@ def test_stripped_it_is_what_load_state_dict_takes(tmp_path: Path, name: str, li
 
 @pytest.mark.parametrize("kind", ["one", "several", "by name"])
 def test_stripped_of_an_optimizer_is_what_it_loads(tmp_path: Path, kind: str) -> None:
-    """Its tensors alone, under names like ``state.0.exp_avg``, no optimizer takes."""
+    """No optimizer accepts its tensors alone, under names like ``state.0.exp_avg``."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     model(torch.ones(1, 3)).sum().backward()
@@ -349,7 +349,7 @@ def test_stripped_of_an_optimizer_is_what_it_loads(tmp_path: Path, kind: str) ->
     fresh.load_state_dict(loaded)
     assert fresh.param_groups[0]["lr"] == 0.25
     same(fresh.state_dict()["state"], optimizer.state_dict()["state"])
-    # With more asked for, and in a safetensors file, it is tensors.
+    # With more requested, and in a safetensors file, it is tensors.
     store.export(1, tmp_path / "some.pt", strip=prefix, select="*.exp_avg")
     assert list(torch.load(tmp_path / "some.pt", weights_only=True)) == ["state.0.exp_avg", "state.1.exp_avg"]
     store.export(1, tmp_path / "x.safetensors", strip=prefix)
@@ -373,7 +373,7 @@ def test_tied_tensors_are_stripped_to_names_of_their_own(tmp_path: Path) -> None
     assert list(torch.load(tmp_path / "m.pt", weights_only=True)) == ["head", "wte"]
 
 
-def test_what_cannot_be_stripped_is_said(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_stripped_is_reported(tmp_path: Path) -> None:
     store = stored({"model": {"a": torch.ones(1)}, "lone": torch.ones(1), "odd": {"$x": torch.ones(1)}})
     for strip, error, said in (
         ("net.", TensorNotFoundError, r"begins with 'net\.'; there are 'model\.', 'lone\.'"),

@@ -116,7 +116,7 @@ def test_nothing_is_touched_before_every_file_is_sound(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_what_was_imported_before_an_error_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_imported_before_an_error_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Writer.save
 
     def failing(self: Writer, state: object, step: int, **options: object) -> object:

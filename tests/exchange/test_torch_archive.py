@@ -1,4 +1,4 @@
-"""Files for torch.load, written without torch: bits, types, identity, alignment, and nothing that could run code."""
+"""Files for torch.load, written without torch: bits, types, identity, alignment, and no code that could run."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_torchs_own_small_types() -> None:
     assert loaded(TorchObject("device", ("cuda:1",))) == torch.device("cuda:1")
 
 
-def test_what_has_no_form_is_converted_and_named() -> None:
+def test_types_without_a_torch_form_are_converted_and_named() -> None:
     out, converted = archive({"a": [np.float32(0.5), frozenset({1})], "b": np.bool_(True), "c": np.int64(3)})
     assert torch.load(out, weights_only=True) == {"a": [0.5, {1}], "b": True, "c": 3}
     assert converted == ["a.0", "a.1", "b", "c"]
@@ -157,7 +157,7 @@ def test_large_records_use_zip64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {"deep": [1, (range(3),)]}, -(2**2040)])
-def test_what_cannot_be_written_is_named(value: Any) -> None:
+def test_unsupported_values_are_named(value: Any) -> None:
     with pytest.raises(UnsupportedStateError, match=r"x(\.deep\.1\.0)?: "):
         archive({"x": value})
 

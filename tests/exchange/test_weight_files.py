@@ -1,4 +1,4 @@
-"""Files of other tools: every dtype, every layout, and files that lie."""
+"""Files of other tools: every dtype, every layout, and files with false contents."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_header_that_lies(tmp_path: Path, header: Any, error: type[CkptError] 
 def test_every_byte_belongs_to_one_tensor(
     tmp_path: Path, offsets: list[tuple[int, int]], length: int, message: str | None
 ) -> None:
-    """As the safetensors library sees it."""
+    """As in the safetensors library."""
     header = {f"t{n}": entry("U8", [end - begin], begin, end) for n, (begin, end) in enumerate(offsets)}
     path = raw(tmp_path / "x", header, bytes(length))
     if message is None:
@@ -240,7 +240,7 @@ def test_a_torch_file_that_needs_code(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sums", [True, False], ids=["with sums", "without"])
 def test_a_flipped_bit_in_a_torch_file(tmp_path: Path, sums: bool) -> None:
-    """torch writes CRCs, and never compares them; it may have been told to write none."""
+    """torch writes CRCs, and never compares them; it may be configured to write none."""
     path = tmp_path / "x.pt"
     torch.serialization.set_crc32_options(sums)
     try:
@@ -282,7 +282,7 @@ def test_an_archive_that_unpacks_to_more_than_it_is(tmp_path: Path, how: str) ->
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_a_torn_torch_file(tmp_path: Path, legacy: bool) -> None:
-    """Wherever it ends: damaged, and neither a failure of the medium nor code that it would run."""
+    """Wherever it ends, it is damaged: neither a failure of the medium nor code that would run."""
     path = tmp_path / "x.pt"
     torch.save({"w": torch.ones(1000)}, path, _use_new_zipfile_serialization=not legacy)
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The folder that Hugging Face's Trainer writes, made by the same calls, without transformers."""
+"""A folder like that of Hugging Face's Trainer, made by the same calls, without transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 5
 
 
 class TrainingArguments:
-    """What ``training_args.bin`` holds: an object of a class, which only its own code can make again."""
+    """The content of ``training_args.bin``: an object of a class, which only its own code can restore."""
 
     def __init__(self) -> None:
         self.learning_rate = 1e-3
@@ -27,7 +27,7 @@ def _warmup(step: int, *, warmup: int) -> float:
 
 
 def write_trainer_folder(folder: Path, *, sharded: bool = False, ranks: int = 1, step: int = STEPS) -> dict[str, Any]:
-    """Train a little and save; returns what the parts were saved from, under the keys of the imported state."""
+    """Train a little and save; returns the sources of the parts, under the keys of the imported state."""
     torch.manual_seed(step)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

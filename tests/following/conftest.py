@@ -1,4 +1,4 @@
-"""The media that a run is followed on."""
+"""The media of the followed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of docs/following.md runs as it stands, beside a writer."""
+"""The example of docs/following.md runs unchanged, beside a writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run is kept up with: only what is new is read, what is handed over is whole, and no fault costs a bit."""
+"""Following a run: only new data is read, every yielded checkpoint is whole, and no fault costs a bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def same(found: Any, wanted: Any) -> bool:
 
 
 def trained(steps: int) -> list[tuple[dict[str, Any], list[Update]]]:
-    """A state and its moments after each step, and what moved them."""
+    """A state and its moments after each step, and the updates."""
     slots = [np.random.default_rng(3).standard_normal((60, 40)).astype("<f4"), *np.zeros((2, 60, 40), "<f4")]
     found: list[tuple[dict[str, Any], list[Update]]] = []
     for step in range(1, steps + 1):
@@ -98,7 +98,7 @@ def test_gradient_diffs_are_replayed_from_what_is_held(opener: Opener) -> None:
                 assert same(got.state, trained(9)[got.info.step - 1][0]), got.info.ref
                 found.append(got)
     refs = [one.info.ref for one in found]
-    assert refs == [f"{step}@1" for step in range(2, 9)]  # the first is the newest of then
+    assert refs == [f"{step}@1" for step in range(2, 9)]  # the first is the newest of that time
     assert {one.plan for one in found[1:]} == {("gradient",)}
     assert [one.base for one in found[1:]] == refs[:-1]
 
@@ -116,7 +116,7 @@ def test_a_selection_brings_the_moments_that_its_steps_need(tmp_path: Path) -> N
             bases.append(got.base)
             assert into["model"]["w"].tobytes() == one["model"]["w"].tobytes()
             assert not got.state["opt"]
-    # The first full gave the weights alone; with the first step all was read that the next ones need.
+    # The first full gave only the weights; the first step reads everything that the next ones need.
     assert bases == [None, None, "2@1", "3@1", "4@1"]
 
 
@@ -158,7 +158,7 @@ def test_the_run_goes_back_to_the_base_that_is_held(tmp_path: Path, first: int) 
         back = next(follower)
         assert (back.info.ref, back.branched, back.fork) == ("1@1", True, "1@1")
         assert same(back.state, state(1))
-        assert (back.bytes_read == 0) == (first == 1)  # else the base came without the rest of its state
+        assert (back.bytes_read == 0) == (first == 1)  # otherwise the base came without the rest of its state
 
 
 def test_a_base_that_is_gone_costs_a_full_and_no_bits(opener: Opener) -> None:
@@ -196,7 +196,7 @@ def test_damage_leaves_the_tensors_as_they_are(tmp_path: Path) -> None:
         writer.save(state(2), 2)
         damage(store, "2@1", tmp_path)
         before = image(into)
-        for _ in range(2):  # it is tried again, and says so again
+        for _ in range(2):  # it is tried again, and warns again
             with pytest.raises(CorruptSegmentError):
                 next(follower)
             assert image(into) == before
@@ -218,7 +218,7 @@ def test_tensors_that_do_not_fit_are_refused_untouched(tmp_path: Path) -> None:
     assert image(into) == before
 
 
-def test_what_the_caller_has_already_is_not_read_again(opener: Opener) -> None:
+def test_tensors_that_the_caller_has_are_not_read_again(opener: Opener) -> None:
     store = opener()
     with store.writer(deltas=20, poll_seconds=None) as writer:
         writer.save(state(1), 1)
@@ -236,7 +236,7 @@ def test_what_the_caller_has_already_is_not_read_again(opener: Opener) -> None:
         assert same(found.state, state(3))
 
 
-def test_a_file_is_replaced_and_tells_where_to_go_on(opener: Opener, tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_records_where_to_continue(opener: Opener, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     store, out = opener(), tmp_path / "policy.safetensors"
@@ -244,7 +244,7 @@ def test_a_file_is_replaced_and_tells_where_to_go_on(opener: Opener, tmp_path: P
         for step in (1, 2, 3):
             writer.save(state(step), step)
             (found,) = opener().follow(out=out, select="model.*", timeout=0)
-            # The file has what the second builds on; the third builds on the first, which it has not.
+            # The file has the base of the second; the third builds on the first, which the file lacks.
             assert (found.state, found.base) == (None, "1@1" if step == 2 else None)
             tensors = load_file(out)
             assert sorted(tensors) == ["model.table", "model.weight"]
@@ -274,7 +274,7 @@ def test_shards_are_followed_and_put_together() -> None:
 
 
 def test_a_rank_s_own_tensors_are_followed() -> None:
-    """`rank=` holds what that rank has, also what no reader without a rank sees."""
+    """`rank=` gives that rank's state, including parts that a reader without a rank does not see."""
     made, rng = ShardStore(), np.random.default_rng(4)
     shared = cut("w", rng.standard_normal((8, 4)).astype("<f4"), columns((8, 4), 2))
     tree = {"w": {"$a": "w"}, "rng": {"$ranks": [[0, 1], [{"$a": "rng@0"}, {"$a": "rng@1"}]]}}
@@ -294,7 +294,7 @@ def test_a_rank_s_own_tensors_are_followed() -> None:
         made.store.follow(rank=1, out="file.safetensors")
 
 
-def test_it_waits_for_what_comes_and_ends_when_it_is_told(opener: Opener) -> None:
+def test_it_waits_for_checkpoints_and_ends_on_request(opener: Opener) -> None:
     stop = threading.Event()
     seen: list[str] = []
     with opener().writer(poll_seconds=None) as writer:
@@ -320,7 +320,7 @@ def test_it_waits_for_what_comes_and_ends_when_it_is_told(opener: Opener) -> Non
     assert seen[-1] == "3@1"
 
 
-def test_who_closes_it_waits_for_no_look_and_breaks_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_no_look_and_breaks_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ckptstore.open(tmp_path / "run").writer(poll_seconds=None) as writer:
         writer.save(state(1), 1)
     follower = ckptstore.open(tmp_path / "run").follow(poll=60.0, framework="numpy")
@@ -345,7 +345,7 @@ def test_who_closes_it_waits_for_no_look_and_breaks_none(tmp_path: Path, monkeyp
     assert same(seen[0].state, state(1))
 
 
-def test_what_cannot_be_meant_is_refused_at_once(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_at_once(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "run")
     for wrong in ({"poll": 0}, {"poll": float("nan")}, {"timeout": -1}, {"framework": "jax"}, {"threads": 0}):
         with pytest.raises(UsageError):

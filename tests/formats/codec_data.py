@@ -1,4 +1,4 @@
-"""Data that codecs find hard, for every dtype: one named class each, drawn from a seed."""
+"""Data that is hard for codecs, for every dtype: one named class each, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def codecs_of(dtype: str) -> list[codecs.Codec]:
 
 
 def base_of(codec: codecs.Codec, base: Bytes) -> Bytes | None:
-    """A base of the size that the codec wants, made of ``base``."""
+    """A base of the size that the codec wants, made from ``base``."""
     if codec.base_ratio == 2:
         return (base.view("<u2").astype("<u4") << 16).view(np.uint8)
     return base if codec.base_ratio else None

@@ -1,4 +1,4 @@
-"""Folds taken apart and put together again, as SPEC 8 says and without the code under test."""
+"""Takes folds apart and reassembles them according to SPEC 8, without the code under test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WIDTHS = {"Q": 8, "d": 8, "B": 1, "x": 16}
 
 
 def body_of(data: bytes) -> bytes:
-    """What a fold's frame holds."""
+    """The content of a fold's frame."""
     return zstandard.ZstdDecompressor().decompress(data[len(b"ckptstore fold\n") + 33 :])
 
 
@@ -55,7 +55,7 @@ def parted(data: bytes) -> tuple[dict[str, Any], Columns]:
 
 
 def joined(columns: Columns) -> bytes:
-    """The columns one behind the other; of numbers the low 8 bytes, so that a column may lie."""
+    """The columns one after the other; of numbers the low 8 bytes, so that a column may be invalid."""
     parts = []
     for table, names in LAYOUT.items():
         for name, letter in names.items():
@@ -70,16 +70,16 @@ def joined(columns: Columns) -> bytes:
 
 
 def body(document: Any, columns: Columns) -> bytes:
-    """What the frame of such a fold holds."""
+    """The content of the frame of such a fold."""
     return json.dumps(document, separators=(",", ":")).encode() + b"\n" + joined(columns)
 
 
 def sealed_frame(frame: bytes) -> tuple[bytes, str]:
-    """A fold with a right checksum around any bytes -> (fold, first 16 digits of its hash)."""
+    """A fold with a valid checksum around any bytes -> (fold, first 16 digits of its hash)."""
     digest = xxhash.xxh3_128_hexdigest(frame)
     return b"ckptstore fold\n" + digest.encode() + b"\n" + frame, digest[:16]
 
 
 def sealed(document: Any, columns: Columns) -> tuple[bytes, str]:
-    """A fold with a right checksum around any JSON and columns -> (fold, first 16 digits of its hash)."""
+    """A fold with a valid checksum around any JSON and columns -> (fold, first 16 digits of its hash)."""
     return sealed_frame(zstandard.compress(body(document, columns)))

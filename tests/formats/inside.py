@@ -1,4 +1,4 @@
-"""What the tests of this room reach inside modules for; see each function."""
+"""Private parts of modules that the tests of this room use; each function states why."""
 
 from __future__ import annotations
 

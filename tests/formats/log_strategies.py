@@ -1,4 +1,5 @@
-"""Hypothesis strategies for what the log says. Ids, terms and steps come from small sets, so that records meet."""
+"""Hypothesis strategies for the contents of the log. Ids, terms and steps come from small sets, so that records
+collide."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
-# Members that this version does not know begin with "x-" here, so that they never shadow a known one.
+# Members unknown to this version begin with "x-" here, so that they never shadow a known one.
 extras: st.SearchStrategy[dict[str, Any]] = st.just({}) | st.dictionaries(
     st.text(max_size=4).map(lambda text: "x-" + text), json_values, max_size=2
 )

@@ -1,4 +1,4 @@
-"""What a few hostile bytes may cost: texts and folds are bounded before they are decompressed and parsed.
+"""The cost of a few hostile bytes: texts and folds are bounded before they are decompressed and parsed.
 
 Each case ran for minutes, or filled all memory, before there was a bound; every one must end in seconds here.
 """
@@ -35,7 +35,7 @@ def in_seconds() -> Iterator[None]:
 
 
 def peak(call: Callable[[], object]) -> int:
-    """Bytes that Python had at most while the call ran."""
+    """The peak of Python's memory during the call, in bytes."""
     tracemalloc.start()
     try:
         call()
@@ -84,7 +84,8 @@ def test_the_limit_of_arrays_is_exact_and_the_writer_keeps_it(
 
 @pytest.mark.parametrize(("count", "accepted"), [(99, True), (100, True), (101, False)])
 def test_the_limit_of_values_is_exact(count: int, accepted: bool) -> None:
-    text = jsontext.dumps([0] * count)  # as many marks as values: one bracket, and a comma before all but the first
+    # As many marks as values: one bracket, and a comma before every value but the first.
+    text = jsontext.dumps([0] * count)
     if accepted:
         assert len(jsontext.loads(text, what="here", max_bytes=1 << 10, max_marks=100)) == count
         return
@@ -92,7 +93,7 @@ def test_the_limit_of_values_is_exact(count: int, accepted: bool) -> None:
         jsontext.loads(text, what="here", max_bytes=1 << 10, max_marks=100)
 
 
-def test_what_stands_in_strings_is_not_counted() -> None:
+def test_brackets_in_strings_are_not_counted() -> None:
     value = ['[{,\\"' * 1000, {",[": "],"}]
     assert jsontext.loads(jsontext.dumps(value), what="here", max_bytes=1 << 20, max_marks=4) == value
 
@@ -153,7 +154,7 @@ def test_the_ratio_is_exact() -> None:
         return folds.SLACK + folds.RATIO * len(zstandard.ZstdCompressor(level=19).compress(padded(size)))
 
     size = folds.SLACK
-    while most(size) > size:  # white space takes next to nothing, so this comes to an end at once
+    while most(size) > size:  # white space takes next to nothing, so this ends at once
         size = most(size)
     assert decode(padded(size)).next_seq == 8
     with pytest.raises(FormatError, match=f"at most {most(size + 1)} are allowed"):
@@ -251,7 +252,7 @@ def test_a_fold_longer_than_any_is_not_even_hashed(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("count", [1000, 20_000])
 def test_real_folds_stay_far_from_the_ratio(count: int) -> None:
-    """The most regular of runs: what differs from row to row are the hashes."""
+    """The most regular run: only the hashes differ from row to row."""
     draw = random.Random(count)
     nodes = [(1, step) for step in range(count)]
     catalog = Catalog(term=1, next_seq=count)
@@ -274,12 +275,12 @@ def test_the_newest_term_of_a_fold_is_one_of_its_terms(term: int) -> None:
         decode(document)
 
 
-# Lines of parents
+# Chains of parents
 
 
 @pytest.mark.parametrize("parent", [1, 2, MAX_TERM])
 def test_a_term_whose_parent_is_not_older_is_refused(parent: int) -> None:
-    """Whoever follows the parents of such terms would never come to an end."""
+    """Following the parents of such terms would never end."""
     record = OpenRecord(1, CheckpointId(parent, 5, HEX), HEX, 0.0, {})
     data = record_text.encode_open(record, seq=0, run=seeds.RUN)
     with pytest.raises(FormatError, match="an earlier term"):

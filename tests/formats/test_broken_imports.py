@@ -1,4 +1,4 @@
-"""A numba that ends its own import, and signals that come meanwhile."""
+"""A numba whose import fails, and signals that arrive meanwhile."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def test_ctrl_c_while_numba_is_imported_ends_the_process(tmp_path: Path) -> None
         ("KeyboardInterrupt", "SIGINT", "end"),
     ],
 )
-def test_what_a_handler_of_the_script_raises_is_the_script_s(
-    tmp_path: Path, raised: str, number: str, handler: str
-) -> None:
+def test_errors_of_the_scripts_handler_reach_the_script(tmp_path: Path, raised: str, number: str, handler: str) -> None:
     script = f"""
 import signal
 def end(number, frame):

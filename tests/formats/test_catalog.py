@@ -248,7 +248,7 @@ class TestHostileFold:
         with pytest.raises(FormatError, match="at most 100"):
             folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
 
-    def test_what_is_no_frame_is_refused(self) -> None:
+    def test_an_invalid_frame_is_refused(self) -> None:
         for frame in (b"", b"garbage", zstandard.compress(b"{}\n") + b"x", zstandard.compress(b"{}")):
             text, name = sealed_frame(frame)
             with pytest.raises(FormatError):
@@ -358,14 +358,14 @@ class TestApply:
         for step in range(1, 20_001):
             builder.apply(save(step), step)
         record = save(20_001, 20_000, retires=((1, 1),), drops=(digest(1),))
-        check_commit(builder.catalog, record)  # makes the index, once
+        check_commit(builder.catalog, record)  # builds the index, once
 
         def seconds() -> float:
             begun = time.thread_time()
             check_commit(builder.catalog, record)
             return time.thread_time() - begun
 
-        # The median: garbage may be collected meanwhile.
+        # The median: the garbage collector may run meanwhile.
         assert statistics.median(seconds() for _ in range(200)) < 0.001
 
 
@@ -460,7 +460,7 @@ class TestCheckCommit:
             (change(swept=(digest(1),)), UsageError, "swept"),
         ],
     )
-    def test_what_breaks_a_rule_is_refused(self, record: CommitRecord, error: type[Exception], message: str) -> None:
+    def test_a_broken_rule_is_refused(self, record: CommitRecord, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             check_commit(applied(CHAIN), record)
 
@@ -483,7 +483,7 @@ class TestCheckCommit:
             change(tags={"best": (1, 4), "gone": None}),
         ],
     )
-    def test_what_keeps_every_promise_is_accepted(self, record: CommitRecord) -> None:
+    def test_a_commit_that_keeps_every_promise_is_accepted(self, record: CommitRecord) -> None:
         check_commit(applied(CHAIN), record)
 
     def test_a_batch_may_build_on_itself(self) -> None:
@@ -682,7 +682,7 @@ class TestDroppable:
             for edge in edges
             for name in edge.segments
         }
-        # What the retired alone needed is given up, and nothing that anyone else needs.
+        # Segments that only retired checkpoints needed are given up, and no others.
         for node, edges in catalog.encodings.items():
             for edge in edges:
                 if node in stay:

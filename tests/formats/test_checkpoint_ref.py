@@ -52,14 +52,14 @@ def test_a_range_reads_as_it_is_written(first: Ref, last: Ref) -> None:
 
 
 @given(st.text(alphabet="latest0123456789@tag:.-+/ ", max_size=24))
-def test_what_is_written_like_a_ref_is_parsed_and_nothing_else(text: str) -> None:
+def test_only_texts_in_the_form_of_a_ref_are_parsed(text: str) -> None:
     try:
         Ref.parse(text)
     except UsageError as error:
         why = str(error)
     else:
         why = ""
-    # Of a name that no tag may have the command says so, instead of taking it for a STORE.
+    # For a name that no tag may have, the command reports the name instead of taking it for a STORE.
     assert "is no tag name" in why or bool(LIKE_A_REF.match(text.strip())) == (not why)
 
 
@@ -69,7 +69,7 @@ def test_the_node_of_a_ref(step: int, term: int) -> None:
 
 
 @pytest.mark.parametrize("ref", ["latest", "5", "tag:best", "5@", "@5", "5@1@2", "x"])
-def test_what_names_no_node(ref: str) -> None:
+def test_refs_that_name_no_node(ref: str) -> None:
     with pytest.raises(UsageError):
         node_of(ref)
 
@@ -91,7 +91,7 @@ def test_numbers_of_any_type() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "no tag", "a@b", ".x", "x" * 129, 7])
-def test_what_no_tag_may_be_called(name: Any) -> None:
+def test_invalid_names_of_tags(name: Any) -> None:
     with pytest.raises(UsageError, match="is no tag name: 1-128 letters"):
         Ref(tag=name)
     if isinstance(name, str):
@@ -128,7 +128,7 @@ OTHERS = {
 }
 
 
-def test_nobody_else_takes_a_ref_apart() -> None:
+def test_no_other_module_parses_a_ref() -> None:
     root = Path(__file__).parents[2]
     found = {
         str(path.relative_to(root))

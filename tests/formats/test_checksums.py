@@ -12,7 +12,7 @@ from ckptstore.formats import checksums
 
 
 def test_known_answers() -> None:
-    assert checksums.chunk_hash(b"") == "2d06800538d394c2"  # XXH3-64 of nothing, as the xxHash specification gives it
+    assert checksums.chunk_hash(b"") == "2d06800538d394c2"  # XXH3-64 of nothing, from the xxHash specification
     assert checksums.header_hash(b"") == "99aa06d3014798d86001c324468d497f"
     assert checksums.tensor_hash(["2d06800538d394c2"]) == xxhash.xxh3_128_hexdigest(
         struct.pack("<Q", 0x2D06800538D394C2)

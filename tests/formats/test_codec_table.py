@@ -1,4 +1,4 @@
-"""A codec is described in its class alone: one that is added is written, read, tried, measured and shown."""
+"""A codec's class is its only description: an added codec is written, read, tried, measured and shown."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_codec_that_is_added_appears_everywhere(tmp_path: Path) -> None:
         assert re.search(rf"^\W*{name}\s", done.stdout, re.M), done.stdout
 
 
-def test_nobody_else_keeps_a_list_of_codecs() -> None:
+def test_no_other_module_has_a_list_of_codecs() -> None:
     names = re.compile("|".join(rf'"({name})"' for name in codecs.METHODS if name != "raw"))
     found = {
         f"{path.relative_to(ROOT)}: {line.strip()}"
@@ -149,16 +149,16 @@ def test_nobody_else_keeps_a_list_of_codecs() -> None:
 def test_every_codec_has_a_method_of_its_own_and_makes_it() -> None:
     labels = [method.name for kind in codecs.KINDS.values() for method in kind.methods]
     assert len(labels) == len({*labels}) == len(codecs.METHODS)
-    assert len({method.rank for method in codecs.METHODS.values()}) == len(labels)
+    assert len({method.rank for method in codecs.METHODS.values()}) == len(labels), "two methods have one rank"
     for method in codecs.METHODS.values():
         assert re.fullmatch("#[0-9A-F]{6}", method.colour), method
     made = {codec.method for dtype in ("F32", "BF16") for codec in codecs_of(dtype)}
-    assert made == {*labels}
+    assert made == {*labels}, "codecs_of in tests/formats/codec_data.py makes one of each"
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "U8", "I64", "C64"])
 def test_deltas_that_add_up(dtype: str) -> None:
-    """What a codec says of its sums is so: decoding onto zeros, then adding, is decoding onto the base."""
+    """A codec's claim about its sums holds: decoding onto zeros, then adding, equals decoding onto the base."""
     chance = np.random.default_rng(3)
     old, new = (chance.integers(0, 256, 4096, np.uint8) for _ in range(2))
     seen = set()
@@ -179,13 +179,13 @@ def test_deltas_that_add_up(dtype: str) -> None:
 
 
 def test_the_fuzzer_knows_every_codec() -> None:
-    assert {name for name, _ in FUZZED} == {*codecs.CODECS}
+    assert {name for name, _ in FUZZED} == {*codecs.CODECS}, "KINDS in tools/fuzz/codecs.py has them"
 
 
 def test_the_page_has_every_codec() -> None:
     page = (ROOT / "docs" / "codecs.md").read_text()
     table = page[: page.index("## From Python")]
-    assert {*re.findall(r"^\| `(\w+)` \|", table, re.M)} == {*codecs.CODECS}
+    assert {*re.findall(r"^\| `(\w+)` \|", table, re.M)} == {*codecs.CODECS}, "the table in docs/codecs.md"
 
 
 def test_a_policy_with_an_unknown_codec_is_refused() -> None:

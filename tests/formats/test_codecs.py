@@ -1,4 +1,4 @@
-"""Codecs: every codec x dtype x hostile class comes back bit for bit, within its bound, in place and as chains."""
+"""Codecs: every codec x dtype x hostile class is restored bit for bit, within its bound, in place and as chains."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_chunks_of_several_blocks(dtype: str) -> None:
 
 
 def test_a_codec_fits_its_data() -> None:
-    """Not the ratios of real trajectories (tools/bench), but that each mechanism does what it is for."""
+    """Not the ratios of real trajectories (tools/bench), but that each mechanism has its effect."""
     base, data = pair("F32", "numbers", "near", 1 << 18, 5)
 
     def ratio(codec: codecs.Codec, new: np.ndarray = data) -> float:
@@ -92,7 +92,7 @@ def test_context_pays_where_steps_have_one_size() -> None:
     )
 
 
-def test_what_did_not_change_costs_nothing() -> None:
+def test_unchanged_tensors_cost_nothing() -> None:
     base = image("F32", "noise", 700_001, 1)
     for codec in (codecs.Xor(4), codecs.Sub(4), codecs.Sub(4, codecs.Context(23, 100, 115))):
         assert len(check(codec, base.copy(), base)) == 0
@@ -103,10 +103,10 @@ def test_what_did_not_change_costs_nothing() -> None:
 def test_no_payload_for_a_tail_that_looks_like_no_change() -> None:
     base = np.full(7, 0xFF, np.uint8)
     for codec in (codecs.Xor(4), codecs.Sub(4)):
-        assert check(codec, base.copy(), base).tobytes() == b"\xff" * 4  # a zero group, and three bytes as they are
+        assert check(codec, base.copy(), base).tobytes() == b"\xff" * 4  # a zero group, and three uncompressed bytes
 
 
-def test_classes_of_few_words_are_coded_together() -> None:
+def test_classes_of_few_words_are_encoded_together() -> None:
     """One zero group for each run of classes; the lone byte after the words keeps the payload from vanishing."""
     exponents = np.repeat(np.array([100, 101, 102, 103, 104, 105], "<u4"), [5000, 4095, 1, 4096, 3000, 1096])
     base = np.append(np.random.default_rng(1).permutation(exponents << 23).view(np.uint8), np.uint8(1))

@@ -103,7 +103,7 @@ def test_an_unknown_mode_is_not_taken_for_another(mode: int) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("unknown", [1, 3, 8, 17, 18, 24, 32, 36, 254])
 def test_an_unknown_form_is_not_taken_for_another(unknown: int) -> None:
-    """Among them widths of narrow words, and narrow halves, that no writer of version 1 makes."""
+    """Including widths of narrow words, and narrow halves, that no writer of version 1 makes."""
     payload = bytearray(narrow(*GOOD))
     payload[0] = unknown
     with pytest.raises(CorruptSegmentError, match=f"unknown form {unknown}"):

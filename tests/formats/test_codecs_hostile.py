@@ -1,4 +1,4 @@
-"""Payloads that no encoder wrote: decoding ends in a value or in our errors, in bounds, without large memory."""
+"""Payloads that no encoder wrote: decoding ends with a value or one of our errors, in bounds, without large memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.formats import codec_data
 from tests.formats.codec_data import base_of, codecs_of, pair
 from tests.forms import short_or
 
-form = codec_data.both_forms  # under one name: imported by its own, it would be a second fixture
+form = codec_data.both_forms  # under one name: imported under its own, it would be a second fixture
 DTYPES = ("F32", "BF16", "U8", "F64")
 
 
 def attempt(codec: codecs.Codec, payload: bytes, length: int, base: np.ndarray | None) -> bytes | None:
-    """Decode between guard bytes; None where it was refused."""
+    """Decode between guard bytes; None if it was refused."""
     space = np.full(length + 128, 0xC3, np.uint8)
     try:
         codecs.decode(codec, payload, length, base, out=space[64 : 64 + length])
@@ -66,7 +66,7 @@ def test_truncated_and_extended_payloads(dtype: str) -> None:
         payload = codecs.encode(codec, image, base_of(codec, base)).tobytes()
         for stop in {0, 1, 2, 5, len(payload) // 3, len(payload) // 2, len(payload) - 1} - {len(payload)}:
             restored = attempt(codec, payload[:stop], len(image), base_of(codec, base))
-            # Nothing at all is a payload too: of a delta from a base that did not change.
+            # An empty payload is valid, too: of a delta from an unchanged base.
             assert restored is None or (stop == 0 and codec.base_ratio), (codec, stop)
         with pytest.raises(CorruptSegmentError, match="follow the last block"):
             codecs.decode(codec, payload + b"\0", len(image), base_of(codec, base))
@@ -77,7 +77,7 @@ def zstd_piece(frame: bytes) -> bytes:
 
 
 def test_frames_must_declare_what_belongs() -> None:
-    """A frame is decompressed only into the size that the metadata implies, which its header has to repeat."""
+    """A frame is decompressed only into the size that the metadata implies, and its header must repeat that size."""
     count = 10_000
     right = zstandard.ZstdCompressor().compress(bytes(count))
     without = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(count))
@@ -101,8 +101,8 @@ def test_frames_must_declare_what_belongs() -> None:
         assert name
 
 
-def test_what_a_payload_claims_is_not_allocated() -> None:
-    """Counts of four billion, nested as deep as they go, cost no memory."""
+def test_claimed_sizes_are_not_allocated() -> None:
+    """Counts of four billion, nested to the limit, cost no memory."""
     huge = struct.pack("<II", 0xFFFFFFFF, 0xFFFFFFFF)
     hostile = [
         b"\0" + bytes([plane_coder.SPARSE]) + huge + b"\0" * 64,
@@ -139,7 +139,7 @@ def test_nesting_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("word", [1, 2, 4, 8])
-def test_every_claim_of_uncoded_bytes(word: int) -> None:
+def test_every_claim_of_uncompressed_bytes(word: int) -> None:
     count = 100
     accepted = set()
     for wide in range(256):

@@ -18,7 +18,7 @@ from tests.forms import short_or
 
 WORD_SIZES = (1, 2, 4, 8)
 SPLITS = [(1, 1), (2, 1, 1), (1, 1, 1, 1), (2, 2), (4, 1, 1, 1, 1), (2, 1, 1, 1, 1, 1, 1), (1,) * 8, (4, 4)]
-form = codec_data.both_forms  # under one name: imported by its own, it would be a second fixture
+form = codec_data.both_forms  # under one name: imported under its own, it would be a second fixture
 """Everything here holds for both."""
 
 
@@ -61,7 +61,7 @@ def test_rotations(word: int) -> None:
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
 @pytest.mark.parametrize("count", [0, 1, 4095, 70_001])
 def test_planes(sizes: tuple[int, ...], count: int) -> None:
-    """Every way to take words apart, and everything that may be done when they are put together again."""
+    """Every way to split words into planes, and every operation when they are joined again."""
     word = sum(sizes)
     values, base = numbers(word, 4, count), numbers(word, 5, count)
     space = np.full(count * word + 9, 0xC3, np.uint8)  # planes may begin at any byte, and none is overrun
@@ -185,7 +185,7 @@ def test_exceptions(word: int, count: int, density: float, bits: int, seed: int)
 
 @pytest.mark.parametrize("word", WORD_SIZES)
 def test_exceptions_that_do_not_fit(word: int) -> None:
-    """Too many steps or too few, and steps past the end: refused, and nothing written outside."""
+    """Too many or too few steps, and steps past the end: refused, and nothing is written outside."""
     kind = kernels.WORDS[word]
 
     def put(steps: list[int], greater: list[int], count: int) -> list[int] | None:
@@ -291,9 +291,9 @@ def test_scratch_is_one_buffer_for_a_role() -> None:
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F64", "U8"])
 @pytest.mark.parametrize("kind", list(CLASSES))
-@pytest.mark.parametrize("form", ["compiled"], indirect=True)  # what numpy writes is compared with it
+@pytest.mark.parametrize("form", ["compiled"], indirect=True)  # numpy's output is compared with it
 def test_both_forms_write_the_same_bytes(dtype: str, kind: str, form: str) -> None:
-    """What a store holds does not depend on what is installed."""
+    """A store's bytes do not depend on the installed packages."""
     for change in CHANGES:
         base, image = pair(dtype, kind, change, 30_000, 11)
         for codec in codecs_of(dtype):

@@ -1,4 +1,4 @@
-"""Each check of a codec's parameters and payloads by itself: what gets past all others and must not get past it."""
+"""Each check of a codec's parameters and payloads alone: inputs that pass all other checks and must fail this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state digest: its definition, what it detects, and that it can be computed in parts."""
+"""The state digest: its definition, the changes that it detects, and its computation in parts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_definition(size: int) -> None:
 
 
 def test_golden_values() -> None:
-    """These numbers are in stores: they never change."""
+    """These numbers are in stores: they must never change."""
     assert d.digest(b"") == 0
     assert d.digest(b"\x01") == 0x39F7E50D7635E64A
     assert d.digest(bytes(range(256))) == 0xCAFEE31EF04A6360
@@ -78,7 +78,7 @@ def test_parts_combine_in_any_order(data: st.DataObject) -> None:
 
 
 def test_weights_are_odd_and_distinct_up_to_sign_where_only_the_sign_bit_counts() -> None:
-    """Hence two flipped sign bits always show, in one block or at one place of two blocks (16 GiB)."""
+    """So two flipped sign bits always show, in one block or at one place of two blocks (16 GiB)."""
     for table in (d.weights(), d.multipliers(0, B)):
         assert bool((table & np.uint64(1)).all())
         low = table & np.uint64(2**33 - 1)
@@ -220,7 +220,7 @@ def test_compiled_blocks_are_those_of_the_reference(skip: int, count: int) -> No
 
 
 def test_memory_is_that_of_one_block(request: pytest.FixtureRequest) -> None:
-    """However long the data is, and however short."""
+    """However long or short the data is."""
     request.addfinalizer(lambda: kernel_choice.use(None))
     kernel_choice.use("numpy")
     for nbytes, most in ((64 << 20, 600 << 10), (400, 16 << 10)):

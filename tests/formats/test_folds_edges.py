@@ -1,4 +1,4 @@
-"""A fold's rows: the last one there is, and the one behind it."""
+"""A fold's rows: the last one, and the one after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folds whose checksum is right and whose contents are not: each lie is refused with `FormatError`."""
+"""Folds with a valid checksum and invalid contents: each error is refused with `FormatError`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LIES = [
     ("run", "f" * 32),
     ("seq", 8),
     ("term", -1),
-    # A table or column that is none; strings and objects have a length, too.
+    # A value that is no table or column; strings and objects have a length, too.
     ("segments", None),
     ("segments", []),
     ("segments.rows", None),
@@ -104,7 +104,7 @@ LIES = [
     ("segments.extra", {str(DOCUMENT["segments"]["rows"]): {}}),
     ("checkpoints.extra", []),
     ("encodings.extra", {"x": {}}),
-    # Lists of the rest.
+    # Lists of the other columns.
     ("spent", [-1]),
     ("spent", ["1"]),
     ("spent", [True]),
@@ -250,7 +250,7 @@ def test_a_term_of_the_tables_in_the_json_has_ten_digits_at_most() -> None:
 
 
 def test_without_rows() -> None:
-    """Checks of columns must not depend on there being any."""
+    """Checks of columns must not require rows."""
     document = copy.deepcopy(DOCUMENT)
     document["encodings"] |= {"kinds": [], "uses": 0, "loose": ""}
     for table in LAYOUT:
@@ -271,7 +271,7 @@ def test_a_frame_that_claims_more_than_a_fold_may_hold() -> None:
 
 @pytest.mark.parametrize("nodes", [[(1, 1), (2, 2), (1, 3)], [(1, 2), (1, 1)], [(1, 1), (1, 1)], [(2, 1), (1, 2)]])
 def test_rows_out_of_order(nodes: list[tuple[int, int]]) -> None:
-    """Also where the steps alone ascend, and the first row and the last are of one term."""
+    """Also if only the steps ascend, and the first and the last row are of one term."""
     catalog = Catalog(term=2, next_seq=1)
     catalog.terms[2] = TermEntry(2, None, 0.0, {}, 0, nonce="0" * 32)
     for step in range(1, len(nodes) + 1):
@@ -300,7 +300,7 @@ def test_a_frame_that_ends_before_its_line(kept: float) -> None:
 
 
 def test_a_frame_that_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where compression makes it longer than what it holds: the frame has its own limit."""
+    """If compression makes it longer than its content: the frame has its own limit."""
     catalog = Catalog(term=0, next_seq=1)
     size = len(body_of(folds.encode_fold(catalog, run=seeds.RUN)[0]))
     real = zstandard.ZstdCompressor

@@ -1,4 +1,4 @@
-"""The golden texts of the log are read, refused or found damaged as they say: by us and by the page's reader."""
+"""The golden texts of the log are read, refused or found damaged as recorded: by us and by the page's reader."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_nesting_is_counted_in_brackets() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
 def test_strings_are_left_out_piece_by_piece(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """However the text is cut: in a string, in an escape, in one that never ends."""
+    """Wherever the text is cut: in a string, in an escape, in a string that never ends."""
     choose = random.Random(size)
     for _ in range(300):
         text = bytes(choose.choice(rb'"\[]{},a') for _ in range(choose.randint(0, 60)))

@@ -1,4 +1,4 @@
-"""What a power cut leaves of numba's cache is compiled anew, and never run."""
+"""Cache files of numba that a power cut damaged are compiled again, and never run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _environment(**variables: str) -> dict[str, str]:
 
 
 def _run(cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In an interpreter that begins."""
+    """In a new interpreter."""
     environment = _environment(NUMBA_CACHE_DIR=str(cache), **variables)
     command = [sys.executable, "-c", _CODE, str(cache)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -45,14 +45,14 @@ def _run(cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Warm]:
-    """It has numba, and nothing of this package: half of what a run takes is to import that."""
+    """It has numba, and nothing of this package: importing that is half of a run's time."""
     with Warm(["numba", "llvmlite.binding", "xxhash", "ml_dtypes", "zstandard"], env=_environment()) as warm:
         yield warm
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Path, bytes]]:
-    """What an interpreter leaves that was told of the folder by the environment."""
+    """The files of an interpreter that got the folder from the environment."""
     cache = tmp_path_factory.mktemp("cache")
     done = _run(cache)
     assert done.stdout == "compiled\n", done.stderr
@@ -65,7 +65,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Path, 
 
 
 def _page_of_zeros(data: bytes) -> bytes:
-    """At the place at which most of the functions end the process."""
+    """At the place where a page of zeros in most functions ends the process."""
     return data[:4096] + bytes(8192) + data[12288:]
 
 
@@ -75,7 +75,8 @@ TEARS: dict[str, Callable[[bytes], bytes]] = {
     "page": _page_of_zeros,
 }
 IN_CI = {(".nbi", "empty"), (".nbc", "half"), (".nbc", "page"), (".sums", "page")}
-"""Each file and each tear, and the two that would run wrong code; the others compile as long, and differ in nothing."""
+"""Each file and each tear, and the two that would run wrong code; the others take as long to compile, and differ in
+nothing."""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ IN_CI = {(".nbi", "empty"), (".nbc", "half"), (".nbc", "page"), (".sums", "page"
         for tear in TEARS
     ],
 )
-def test_a_torn_file_is_dropped_and_compiled_anew(
+def test_a_torn_file_is_dropped_and_compiled_again(
     written: tuple[Path, dict[Path, bytes]], nursery: Warm, suffix: str, tear: str
 ) -> None:
     cache, files = written
@@ -102,10 +103,10 @@ def test_a_torn_file_is_dropped_and_compiled_anew(
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")} == stamp, "and used"
 
 
-def test_what_numba_cannot_load_is_dropped_although_it_is_as_it_was_written(
+def test_an_intact_file_that_numba_cannot_load_is_dropped(
     written: tuple[Path, dict[Path, bytes]],
 ) -> None:
-    """As after an update of numba, or of a module that the files name: it is written anew, not tried for ever."""
+    """As after an update of numba, or of a module that the files name: it is written again, not tried for ever."""
     cache, files = written
     for path, data in files.items():
         path.write_bytes(b"of another time" if path.suffix == ".nbi" else data)
@@ -140,4 +141,4 @@ def test_nothing_is_kept_where_nothing_can_be_written(tmp_path: Path) -> None:
 def test_numba_s_own_variables_change_no_byte(tmp_path: Path, variables: dict[str, str], kind: str) -> None:
     done = _run(tmp_path, **variables)
     assert (done.returncode, done.stdout) == (0, f"{kind}\n"), done.stderr
-    assert "KernelWarning" not in done.stderr  # numba warns of what it cannot keep
+    assert "KernelWarning" not in done.stderr  # numba warns of files that it cannot keep

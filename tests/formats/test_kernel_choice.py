@@ -1,4 +1,4 @@
-"""Which kernels run is decided once, by the environment and by what is installed, and never costs a start-up."""
+"""The kernels are chosen once, by the environment and the installed packages, and the choice never slows the start."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_whatever_a_kernel_returns_is_compared_with_numpy(which: str, monkeypatc
 
 @needs_numba
 def test_damage_that_numpy_does_not_find_switches_the_kernels_off() -> None:
-    """Also where no comparison shows which kernel was wrong: one that is not compared, or wrong now and then."""
+    """Also if no comparison shows which kernel was wrong: one that is not compared, or wrong now and then."""
     found: list[str] = []
 
     def work() -> str:
@@ -212,7 +212,7 @@ def test_importing_compiles_nothing(code: str) -> None:
 
 @needs_numba
 def test_a_base_that_is_not_added_to_may_overlap_what_is_made() -> None:
-    """Where words are put as they are, the base is not looked at, and a comparison with numpy must not, either."""
+    """If words are copied unchanged, the base is not read, and a comparison with numpy must not read it, either."""
     kernel_choice.use("compiled")
     planes = [np.arange(500, dtype=np.uint8) + number for number in range(4)]
     memory = np.zeros(2000, np.uint32)

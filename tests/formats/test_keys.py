@@ -58,12 +58,12 @@ KEYS: st.SearchStrategy[Any] = st.recursive(
 
 
 def node_of(key: Any) -> Any:
-    """A key as a tree has it."""
+    """A key in the form of a tree."""
     return flatten({key: 0, 0.5j: 0}).tree["$dict"][0][0]
 
 
 def told(one: Any, other: Any) -> bool:
-    """The page's sentence, on values."""
+    """The page's sentence, applied to values."""
     if isinstance(one, tuple) or isinstance(other, tuple):
         both = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other)
         return both and all(map(told, one, other))
@@ -136,7 +136,7 @@ FLOAT32_2_127 = {"$np": ["F32", struct.pack("<f", 2.0**127).hex()]}
         ({"$tuple": []}, {"$tuple": []}, True),
         ("1", 1, False),
         ("a", {"$bytes": "YQ=="}, False),
-        ({"$bytes": "YQ=="}, {"$bytes": "YR=="}, True),  # the same byte, with bits that do not matter
+        ({"$bytes": "YQ=="}, {"$bytes": "YR=="}, True),  # the same byte, with different bits that do not count
         (None, 0, False),
         (None, False, False),
         ({"$float": "inf"}, {"$np": ["F16", "007c"]}, True),
@@ -148,7 +148,7 @@ def test_the_same_key(one: Any, other: Any, same: bool) -> None:
 
 
 @pytest.mark.parametrize("node", [[], {"a": 1}, {"$bytearray": ""}, {"$tuple": [[]]}, {"$t": "w"}, {"$size": [1]}])
-def test_what_can_be_no_key(node: Any) -> None:
+def test_invalid_keys(node: Any) -> None:
     with pytest.raises(FormatError):
         identity(node)
 
@@ -187,7 +187,7 @@ def test_a_nan_twice_is_refused_when_it_is_saved(state: Any) -> None:
 
 
 def test_keys_that_hold_no_nan_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An optimizer's state has a key for each parameter. To write each as a text would take four times as long."""
+    """An optimizer's state has a key for each parameter. Writing each as text would take four times as long."""
     written = []
     dumps = jsontext.dumps
     monkeypatch.setattr(jsontext, "dumps", lambda value: written.append(value) or dumps(value))

@@ -1,4 +1,4 @@
-"""`latest`, a tag and a step behind damage: the answer of the intact log, or an error; never an older one in silence.
+"""`latest`, a tag and a step behind damage: the answer of the intact log, or an error; never silently an older one.
 
 Random histories as writers make them (`check_commit` refuses the others): terms that go back, commits that end out of
 order, retired checkpoints, tags that move. In each, slots are damaged or lost, one or several.
@@ -44,7 +44,7 @@ def save(term: int, *steps: int, **more: Any) -> CommitRecord:
 
 
 def history(choose: random.Random, records: int) -> list[Record]:
-    """What writers may write, one after the other."""
+    """A possible sequence of writers' records."""
     builder = CatalogBuilder()
     found: list[Record] = []
 
@@ -64,7 +64,7 @@ def history(choose: random.Random, records: int) -> list[Record]:
         if not catalog.term or choose.random() < 0.25:
             node = choose.choice([*promised, catalog.latest() and catalog.latest().node])  # type: ignore[union-attr]
             parent = None if node is None else catalog.checkpoints[node].id
-            # A number may be passed over: there were segments of that term.
+            # A number may be skipped: there were segments of that term.
             add(OpenRecord(catalog.term + choose.choice((1, 1, 1, 2)), parent, digest(catalog.term + 1), 0.0))
         elif promised and choose.random() < 0.4:
             retired = tuple(choose.sample(promised, choose.randint(0, min(2, len(promised)))))
@@ -77,7 +77,7 @@ def history(choose: random.Random, records: int) -> list[Record]:
 
 
 def damaged(records: list[Record], gone: set[int]) -> Catalog:
-    """What a reader makes of the log with those slots damaged."""
+    """The catalog of a reader when those slots are damaged."""
     builder = CatalogBuilder()
     for seq, record in enumerate(records):
         if seq in gone:
@@ -116,13 +116,14 @@ def test_damage_gives_the_same_answer_or_an_error(seed: int) -> None:
                 assert named(found, f"tag:{tag}") in (named(whole, f"tag:{tag}"), "error"), (records, gone, tag)
             for step in range(9):
                 kept, right = named(found, str(step)), named(whole, str(step))
-                # What a lost record retired may still be there: of that step it is the newest that ever was.
+                # A checkpoint that a lost record retired may still be there: of that step it is the newest that ever
+                # was.
                 newer = isinstance(kept, tuple) and (not isinstance(right, tuple) or kept > right)
                 assert kept in (right, "error") or newer, (records, gone, step)
 
 
 def test_the_histories_have_all_kinds() -> None:
-    """Else the property would say little: errors and answers, out of order, back, and behind damage."""
+    """Otherwise the property would prove little: errors and answers, out of order, back, and behind damage."""
     choose, seen = random.Random(0), dict.fromkeys(("error", "same", "settled", "out of order", "back"), 0)
     for _ in range(600):
         records = history(choose, 10)
@@ -142,7 +143,7 @@ class TestByHand:
         return OpenRecord(term, identity, digest(term), 0.0)
 
     def test_a_retired_parent_and_damage_before_the_newest_open(self) -> None:
-        """The lost record promised what lies between: the older step does not pass for the newest."""
+        """The lost record promised the checkpoints between: the older step does not pass for the newest."""
         retires = CommitRecord(2, digest(2), retires=((1, 3),))
         records = [self.opened(1), save(1, 1), save(1, 2), save(1, 3), self.opened(2, (1, 3)), retires]
         assert latest(damaged(records, set())) == (1, 2)

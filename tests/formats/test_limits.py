@@ -1,8 +1,8 @@
-"""Every limit of SPEC section 12, and of the tables before it: exactly its value is taken, one more is refused.
+"""Every limit of SPEC section 12, and of the tables before it: exactly its value is accepted, one more is refused.
 
-Nothing here is as large as the limit that it is about: what is refused is refused for a number that it states, and what
-is taken is refused later, for another reason. Where a limit is checked on bytes that exist, they are zeros that the
-system lends and no one touches, or the text is one long string.
+Nothing here is as large as its limit: a refusal is for a number that the input states, and an accepted input is refused
+later, for another reason. If a limit is checked on existing bytes, they are zeros that the system lends and nothing
+touches, or the text is one long string.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ COMMIT = {"ckptstore": "commit", "run": RUN, "seq": 1, "previous": "0" * 32, "te
 
 
 def nothing(offset: int, length: int) -> bytes:
-    """What a file without an index gives."""
+    """The index bytes of a file without an index."""
     return b""
 
 
@@ -261,7 +261,7 @@ def test_an_index_is_encoded_up_to_its_limit() -> None:
 
 
 def packed(index: dict[str, Any] | bytes, *, stored: int | None = None, length: int | None = None) -> Any:
-    """Read a packed segment without payload that has this index, or says that it has one of other sizes."""
+    """Read a packed segment without payload that has this index, or claims one of other sizes."""
     text = index if isinstance(index, bytes) else json.dumps(index).encode()
     frame = zstandard.compress(text)
     claimed = len(frame) if stored is None else stored
@@ -286,7 +286,7 @@ def test_sizes_of_an_index_that_is_read() -> None:
         allowed = stored == INDEX_LIMIT
         with pytest.raises((FormatError, CorruptSegmentError)) as refused:
             packed(columns(), stored=stored, length=INDEX_LIMIT + 1 if allowed else 1)
-        # Read, and refused for what it says of itself; or not even read.
+        # Read, and refused for its contents; or not even read.
         assert ("not compressed with zstd" in str(refused.value)) is allowed, refused.value
     with pytest.raises(FormatError, match="does not hold 67108864"):
         packed(columns(), length=INDEX_LIMIT)
@@ -317,7 +317,7 @@ def test_entries_of_a_packed_segment() -> None:
         with pytest.raises(FormatError) as refused:
             packed(columns(counts=[entries]))
         assert ("at most 1048576" in str(refused.value)) is (entries > MAX_ENTRIES), refused.value
-        entry = TensorEntry("t", "U8", (9,), ())  # has one chunk, and says none
+        entry = TensorEntry("t", "U8", (9,), ())  # has one chunk, and claims none
         with pytest.raises(FormatError) as refused:
             encode_packed(replace(DRAFT, tensors={7: dict.fromkeys(map(str, range(entries)), entry)}), 0, ALIGN)
         assert ("too many" in str(refused.value)) is (entries > MAX_ENTRIES), refused.value
@@ -502,7 +502,7 @@ def test_length_of_a_request_and_a_pin(kind: str) -> None:
 def test_size_of_a_fold(more: int, most: int) -> None:
     stored = (1073741824 - 1048576) // 64 + more
     for size in (most, most + 1):
-        # One frame; it says that size, and is empty. Behind it zeros.
+        # One frame; it states that size, and is empty. Behind it zeros.
         frame = (b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", size) + b"\x01\x00\x00").ljust(stored, b"\0")
         digest = xxh3_128(frame)
         data = b"ckptstore fold\n" + digest.encode() + b"\n" + frame

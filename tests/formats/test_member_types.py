@@ -1,6 +1,6 @@
 """Every member of every text, one after the other, is given values of every other type: each is refused.
 
-Else it would be lost or overlooked without a word, and readers would differ in what they take.
+Otherwise it would silently be lost or overlooked, and readers would differ in what they accept.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PIN = {"ckptstore": "pin", "nonce": digest(1), "segments": [digest(1)], "reader"
 
 VALUES: list[Any] = [None, True, False, 7, 0, -1, 1.5, 2**60, "x", "", [], {}, [1], ["x"], [[]], [None], {"a": 1}, [{}]]
 ANYTHING = ("writer", "metadata", "reader", "trees", "new", "later", "mood")
-"""Objects of users, and members that this version does not know: all values may stand in them."""
+"""Objects of users, and members unknown to this version: they may have any value."""
 UNKNOWN = ("new", "later", "mood")
 MAY_BE_NULL = ("parent", "base", "tags", "requests", "parents", "bases")
 FREE = ("codecs",)
@@ -56,7 +56,7 @@ FREE = ("codecs",)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every member and entry, down to what may be anything."""
+    """Every member and entry, down to those that may have any value."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in pairs:
         yield (*path, key)

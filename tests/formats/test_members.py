@@ -1,4 +1,4 @@
-"""Members of a parsed object: each kind of them takes what it says, and nothing next to it."""
+"""Members of a parsed object: each kind of member accepts its own values, and no others."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_only_an_object_has_members(value: Any) -> None:
         Members(value, "a text")
 
 
-def test_what_is_taken_is_gone_and_the_rest_is_kept() -> None:
+def test_taken_members_are_removed_and_the_rest_is_kept() -> None:
     value = {"a": 1, "b": 2, "c": 3}
     found = Members(value, "it")
     assert found.number("b") == 2

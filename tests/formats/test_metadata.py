@@ -1,4 +1,4 @@
-"""Metadata of a checkpoint as others may have written it: an object, or the record is refused."""
+"""Metadata of a checkpoint as other writers may have written it: an object, or the record is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folded(said: Any) -> tuple[bytes, str]:
 
 
 @pytest.mark.parametrize("said", ["text", 3, None, [1], True])
-def test_what_is_no_object_is_refused(said: Any) -> None:
+def test_metadata_that_is_no_object_is_refused(said: Any) -> None:
     data, _ = encode_commit(record(said), seq=1, run=RUN, manifest="f" * 32)
     with pytest.raises(FormatError, match="member 'metadata' is not an object"):
         decode_record(data, seq=1, run=RUN, what="slot")
@@ -40,7 +40,7 @@ def test_what_is_no_object_is_refused(said: Any) -> None:
         decode_fold(data, seq=1, run=RUN, digest16=digest[:16], what="fold")
 
 
-def test_what_another_version_wrote_is_kept() -> None:
+def test_metadata_of_another_version_is_kept() -> None:
     said = {"a": {"$complex": [1, 2]}, "b": [{"$float": "huge"}, {"$float": "inf"}, {"$float": 3}]}
     data, _ = encode_commit(record(said), seq=1, run=RUN, manifest="f" * 32)
     found = decode_record(data, seq=1, run=RUN, what="slot")

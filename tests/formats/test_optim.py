@@ -1,4 +1,4 @@
-"""Storing an optimizer step: every bit comes back, whatever the state holds and whoever computed it."""
+"""Storing an optimizer step: every bit is restored, whatever the state holds and whoever computed it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPECIAL = np.array(
 
 
 def training(rule: optim.Rule, count: int, seed: int = 0) -> tuple[list[np.ndarray], np.ndarray, list[np.ndarray]]:
-    """An old state as training has it, a gradient, and the new state by the rule."""
+    """An old state as in training, a gradient, and the new state by the rule."""
     rng = np.random.default_rng(seed)
     scale = 10.0 ** rng.uniform(-6, -3, count)
     old = [(rng.normal(0, 0.02, count)).astype("<f4")]
@@ -67,7 +67,7 @@ def sparse_of(gradient: np.ndarray, share: float = 0.01) -> optim.SparseGradient
     return optim.SparseGradient(kept, gradient[kept], len(gradient))
 
 
-# -------------------------------------------------------------------------------------------------- what comes back
+# ------------------------------------------------------------------------------------------------------ restored bits
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -95,7 +95,7 @@ def test_every_encoding_restores_a_step(name: str, count: int):
     st.sampled_from(("f4", "f2", "u2", "u4")),
 )
 def test_any_patterns_come_back(seed: int, name: str, count: int, kind: str):
-    """States that no optimizer made, gradients of any bits: bytes, but never bits, depend on the prediction."""
+    """States that no optimizer made, gradients of any bits: only the size, never the bits, depend on the prediction."""
     rng = np.random.default_rng(seed)
     variant = rng.choice(GROUPS[name].variants)
     clip = float(rng.choice(np.array([1.0, 0.25, np.nan, np.inf])))
@@ -131,7 +131,7 @@ def test_nothing_computed_depends_on_the_processors_nan(name: str):
 
 
 def test_gradients_come_back_as_they_were():
-    """Without residuals the payload is the gradient alone, and decoding is the replay."""
+    """Without residuals the payload is only the gradient, and decoding is the replay."""
     rule = ADAM.rule(STEP)
     old, gradient, _ = training(rule, 70_000)
     halves = (gradient.view("<u4") >> 16).astype("<u2")
@@ -210,14 +210,14 @@ def test_a_chain_is_its_links_one_after_another():
         optim.decode([links[0], optim.StepLink("predicted", optim.SGD().rule(STEP), b"")], copy(start))
 
 
-# ------------------------------------------------------------------------------------------------- what it costs
+# ----------------------------------------------------------------------------------------------------- sizes and memory
 
 
 def bits(payload: np.ndarray, count: int) -> float:
     return 8 * len(payload) / count
 
 
-def test_what_the_encodings_cost():
+def test_the_cost_of_the_encodings():
     rule, count = ADAM.rule(STEP), 1 << 18
     old, gradient, new = training(rule, count)
     assert bits(optim.predicted.encode(rule, old, new), count) < 27.5
@@ -258,7 +258,7 @@ def test_choosing():
     assert optim.choose(ADAM, STEP, empty, empty).bits == 0
 
 
-# --------------------------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------------------------------- refusals
 
 
 def payloads(rule: optim.Rule) -> list[tuple[Callable[..., None], np.ndarray, list[np.ndarray]]]:

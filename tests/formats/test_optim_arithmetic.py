@@ -1,4 +1,4 @@
-"""The optimizer arithmetic: exact by its own definition, and torch's bits where torch computes that."""
+"""The optimizer arithmetic: exact by its own definition, and equal to torch's bits where torch computes the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small tensors, and a machine that runs other tests: more threads only wait for each other."""
+    """Small tensors, and a machine that runs other tests: more threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -155,7 +155,8 @@ def adam_settings(settings: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("settings", ADAM_SETTINGS)
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_adam_is_torchs(name: str, settings: dict[str, Any], kind: str):
-    """Moments equal, weights too but for the square roots of the unfused kernels; at shapes without scalar tails."""
+    """Moments are equal; weights too, except for the square roots of the unfused kernels; at shapes without scalar
+    tails."""
     lr = settings.get("lr", 1e-3)
     group = getattr(optim, name)(**{"weight_decay": 0.01 if name == "AdamW" else 0.0, **adam_settings(settings)})
     for shape in ((64, 33), (1 << 15,)):
@@ -174,7 +175,7 @@ def test_adam_is_torchs(name: str, settings: dict[str, Any], kind: str):
             weight, *moments = missed(new, state)
             assert moments == [0] * len(moments)
             assert weight <= (0 if kind == "fused" else parameter.numel() * (0.01 + wrong_roots()))
-            # Nothing else than torch's square roots is to blame: where these are right, so is the weight.
+            # Only torch's square roots are the cause: where these are right, so is the weight.
             right = torch.sqrt(torch.from_numpy(new[-1])).numpy() == np.sqrt(new[-1])
             assert np.array_equal(bits(new[0])[right], bits(state[0])[right])
 
@@ -228,7 +229,7 @@ def test_gradients_of_every_kind_of_number():
 
 @vector
 def test_mixed_precision_clip_and_loss_scale():
-    """bf16 gradients to an fp32 master, unscaled, then clipped; groups with settings of their own."""
+    """bf16 gradients to an fp32 master, unscaled, then clipped; groups with their own settings."""
     shape = (256, 64)
     masters = [torch.nn.Parameter(gradients(shape, seed)) for seed in (1, 2)]
     optimizer = torch.optim.AdamW(
@@ -320,7 +321,7 @@ def test_a_clip_factor_that_is_nan_is_kept():
     assert all(np.isnan(part).all() for part in state)
 
 
-def test_what_cannot_be_a_step_is_refused():
+def test_an_invalid_step_is_refused():
     for bad in ({"count": 0, "lr": 1.0}, {"count": 1, "lr": math.inf}, {"count": 1, "lr": 1.0, "loss_scale": 0.0}):
         with pytest.raises(ValueError):
             optim.Step(**bad)

@@ -1,4 +1,4 @@
-"""The compiled loops of optimizer arithmetic give the reference's bits, whatever they are given."""
+"""The compiled loops of optimizer arithmetic give the reference's bits for any input."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def kernels_as_they_were() -> Iterator[None]:
 
 
 def noise(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Any patterns: special ones, any at all, tiny ones whose sums are denormal, and some as training has them."""
+    """Any patterns: special ones, any at all, tiny ones whose sums are denormal, and some as in training."""
     words = rng.integers(0, 1 << 32, count, "<u4")
     tiny = (rng.normal(0, 1, count) * 1e-38).astype("<f4").view("<u4")
     usual = (rng.normal(0, 1, count) * 10.0 ** rng.uniform(-9, 1, count)).astype("<f4").view("<u4")

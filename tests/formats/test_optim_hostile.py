@@ -47,7 +47,7 @@ def test_positions() -> None:
     optim.sparse.decode(SGD, sparse(b"\x07", 1, ONE), found)
     assert np.flatnonzero(found[0]).tolist() == [7]
     for steps, met in (
-        (b"\x07\xff", 1),  # passes over more than there is
+        (b"\x07\xff", 1),  # skips more than there is
         (b"\x64", 1),
         (b"\xff\x00", 1),
         (b"\xff", 1),
@@ -60,7 +60,7 @@ def test_positions() -> None:
 
 
 def test_claims_cost_no_memory() -> None:
-    """A plane of one value over and over takes two bytes, however long it says that it is."""
+    """A plane of one repeated value takes two bytes, whatever length it claims."""
     payload = bytes([SPARSE]) + struct.pack("<II", 1 << 24, 1 << 24) + b"\0\1\0" + ONE
     optim.sparse.decode(SGD, sparse(b"\x07", 1, ONE), state(SGD))
     tracemalloc.start()

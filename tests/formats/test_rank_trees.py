@@ -48,7 +48,8 @@ def test_every_rank_gets_its_own_back(states: list[Any], ranks: list[int]) -> No
         assert text(rank_trees.of_rank(merged, rank)) == text(tree)
     assert rank_trees.rank_count(merged) in (None, len(trees))
     assert (rank_trees.rank_count(merged) is None) == (len({text(tree) for tree in trees}) == 1)
-    unflatten(rank_trees.of_rank(merged, None), lambda name, origin: name)  # what no rank reads is a state, too
+    # The part that no rank reads is a state, too.
+    unflatten(rank_trees.of_rank(merged, None), lambda name, origin: name)
 
 
 def shuffled(state: Any, chance: random.Random, *, drops: float = 0.0) -> Any:
@@ -81,7 +82,7 @@ WITH_TENSORS = st.recursive(
 @settings(max_examples=short_or(200, 1500), deadline=None)
 @given(st.lists(WITH_TENSORS, min_size=2, max_size=4), st.randoms(use_true_random=False))
 def test_the_union_of_any_states_is_that_of_the_page(states: list[Any], chance: random.Random) -> None:
-    """And what is not in it is told: nothing vanishes without a word."""
+    """And everything that is not in it is reported: nothing vanishes silently."""
     trees = [flatten(one).tree for one in states]
     merged = rank_trees.merge(trees)
     union = rank_trees.of_rank(merged, None)
@@ -99,7 +100,7 @@ def test_the_union_of_any_states_is_that_of_the_page(states: list[Any], chance: 
 
 
 def unordered(tree: Any) -> Any:
-    """Equal for trees whose members have another order, and for keys that are one to Python."""
+    """Equal for trees whose members have another order, and for keys that are equal in Python."""
     if isinstance(tree, list):
         return [unordered(element) for element in tree]
     if not isinstance(tree, dict):
@@ -112,7 +113,7 @@ def unordered(tree: Any) -> Any:
 
 @settings(max_examples=short_or(200, 1500), deadline=None)
 @given(st.dictionaries(KEYS, WITH_TENSORS, max_size=4), st.integers(2, 4), st.randoms(use_true_random=False))
-def test_what_the_ranks_have_parts_of_comes_together(whole: Any, count: int, chance: random.Random) -> None:
+def test_parts_of_ranks_are_united(whole: Any, count: int, chance: random.Random) -> None:
     """Each rank has some members of one state, at any depth and in any order: the union has every tensor of a rank."""
     states = [shuffled(whole, chance, drops=0.3) for _ in range(count)]
     trees = [flatten(one).tree for one in states]
@@ -124,7 +125,7 @@ def test_what_the_ranks_have_parts_of_comes_together(whole: Any, count: int, cha
     assert {path for path, _ in paths(union)} == expected
 
 
-def test_each_rank_s_own_tensor_stands_for_those_of_the_others() -> None:
+def test_each_ranks_own_tensor_represents_those_of_the_others() -> None:
     merged = rank_trees.merge([{"rng": {"$t": f"rng@{rank}"}, "w": {"$t": "w"}} for rank in range(3)])
     assert rank_trees.of_rank(merged, None) == {"rng": {"$t": "rng@0"}, "w": {"$t": "w"}}
     assert rank_trees.left_out(merged) == []
@@ -153,7 +154,7 @@ def test_unions(trees: list[Any], union: Any) -> None:
     assert text(rank_trees.of_rank(rank_trees.merge(trees), None)) == text(union)
 
 
-def test_a_tensor_for_which_there_is_no_place_is_told() -> None:
+def test_a_tensor_without_a_place_is_reported() -> None:
     merged = rank_trees.merge([{"x": {"a": {"$t": "x.a"}}, "y": 1}, {"y": 1, "x": [{"$t": "x.0"}, {"$a": "x.1"}]}])
     assert rank_trees.left_out(merged) == ["x.0", "x.1"]
     unnamed = {"$ranks": [[0, 0], [{"$t": "w"}, {"$t": "v"}]]}  # a node that is no rank's
@@ -185,7 +186,7 @@ def test_nodes_that_are_none_are_refused(nodes: str) -> None:
 
 
 def test_a_union_is_nested_no_deeper_than_a_tree() -> None:
-    """Pairs stand deeper than members: so a union may be too deep although no node is."""
+    """Pairs lie deeper than members: so a union may be too deep although no node is."""
     deep: Any = {"$t": "w"}
     for _ in range(199):
         deep = {"a": deep}
@@ -198,7 +199,7 @@ def test_a_union_is_nested_no_deeper_than_a_tree() -> None:
         union_of([deep, deep], 10)
 
 
-def test_what_is_alike_stands_once_and_the_rest_for_each() -> None:
+def test_equal_parts_are_stored_once_and_the_rest_for_each_rank() -> None:
     merged = rank_trees.merge([flatten({"step": 7, "seed": seed}).tree for seed in (5, 6, 5)])
     assert merged == {"step": 7, "seed": {"$ranks": [[0, 1, 0], [5, 6]]}}  # SPEC.md 3.3
 
@@ -231,8 +232,8 @@ def test_values_too_deep_for_their_ranks_are_refused() -> None:
 
 @pytest.mark.parametrize("leaf", [{"$t": "w"}, {"$int": "9" * 30}, {"$float": "nan"}, 5, [], {}])
 @pytest.mark.parametrize("tag", [None, "$tuple", "$dict"])
-def test_what_is_alike_and_too_deep_for_a_rank_s_part_is_refused(leaf: Any, tag: str | None) -> None:
-    """What is merged can be taken apart again: by each rank, and by a reader that is none."""
+def test_equal_parts_too_deep_for_a_ranks_part_are_refused(leaf: Any, tag: str | None) -> None:
+    """A merged tree can be taken apart again: by each rank, and by a reader that is no rank."""
     wraps = {
         None: lambda node: {"a": node},
         "$tuple": lambda node: {"$tuple": [node]},
@@ -273,7 +274,7 @@ def test_what_is_alike_and_too_deep_for_a_rank_s_part_is_refused(leaf: Any, tag:
         '{"$tuple": {"$ranks": [[null, 0], [1]]}}',
     ],
 )
-def test_what_is_no_tree_of_ranks_is_refused(body: str) -> None:
+def test_an_invalid_tree_of_ranks_is_refused(body: str) -> None:
     with pytest.raises(FormatError):
         rank_trees.of_rank(json.loads(body), 0)
 
@@ -306,7 +307,7 @@ READ_TWICE: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", READ_TWICE)
 def test_sentences_about_the_union_that_had_two_readings(name: str) -> None:
-    """SPEC 3.3 and 3.1: ours and the reader made from the page take the same reading."""
+    """SPEC 3.3 and 3.1: ours and the page's reader choose the same reading."""
     tree, wanted = READ_TWICE[name]
     if wanted is FormatError:
         with pytest.raises(FormatError):

@@ -1,4 +1,4 @@
-"""Sealed texts whose checksum is right and whose contents are not: one lie for every check of a member."""
+"""Sealed texts with a valid checksum and invalid contents: one error for every check of a member."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_manifests() -> None:
     ):
         with pytest.raises(FormatError, match="here"):
             wrong()
-    # The right bytes, longer than the slot says: the hash covers those that were promised.
+    # The right bytes, longer than the slot states: the hash covers the promised ones.
     with pytest.raises(FormatError, match="checksum"):
         manifest(COMMIT, held + b" ", size=len(held), hash=xxh3_128(held + b" "))
 
@@ -221,14 +221,14 @@ def test_manifests() -> None:
 @pytest.mark.parametrize(
     "beside", [{"drops": []}, {"tags": {}}, {"retires": [[1, 3]]}, {"closed": True}, {"highest": 3}, {"keep": []}]
 )
-def test_what_a_slot_says_beside_its_manifest_is_not_passed_over(beside: dict[str, Any]) -> None:
+def test_members_beside_a_manifest_are_not_ignored(beside: dict[str, Any]) -> None:
     assert isinstance(manifest(COMMIT, COMMIT, {"later": 1}), CommitRecord)
     with pytest.raises(FormatError, match=rf"here: has a manifest, and beside it the member '{next(iter(beside))}'"):
         manifest(COMMIT, COMMIT, beside)
 
 
 @pytest.mark.parametrize("where", [("slot",), ("manifest",), ("slot", "manifest")])
-def test_what_a_writer_has_to_know_counts_in_the_slot_and_in_its_manifest(where: tuple[str, ...]) -> None:
+def test_required_features_count_in_the_slot_and_in_its_manifest(where: tuple[str, ...]) -> None:
     def decoded(**wrong: Any) -> Any:
         held = sealed(COMMIT | {"ro_compat": ["of manifest"]} if "manifest" in where else COMMIT)
         pointer = {"id": HEX, "size": len(held), "hash": xxh3_128(held)}
@@ -260,7 +260,7 @@ def test_a_manifest_is_refused_where_none_can_be_fetched() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\n", b"x" * 34, b"{}" + b"\n" + b"0" * 32 + b"\n", sealed(OPEN)[:-1], sealed(OPEN) + b"\n"]
 )
-def test_what_is_not_sealed(data: bytes) -> None:
+def test_unsealed_texts(data: bytes) -> None:
     with pytest.raises(FormatError, match="checksum"):
         record_text.unseal(data, what="here")
 

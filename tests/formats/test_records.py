@@ -102,7 +102,7 @@ class TestRoundTrip:
         assert end == ""
         assert len(check) == 32
         assert json.loads(text)["checkpoints"][0]["step"] == 41
-        assert "swept" not in text  # what is empty is left out
+        assert "swept" not in text  # empty members are left out
 
     def test_equal_records_have_equal_bytes(self) -> None:
         assert encode(decode(encode(COMMIT))) == encode(COMMIT)
@@ -142,7 +142,7 @@ class TestDamage:
 
 
 def tampered(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """The same text with a change and a right checksum: what a hostile or broken writer could leave."""
+    """The same text with a change and a valid checksum, as a hostile or broken writer could leave it."""
     value = json.loads(data[:-34])
     change(value)
     return record_text.seal(value)
@@ -317,7 +317,7 @@ class TestLimits:
         with pytest.raises(FormatError, match="at most"):
             record_text.encode_commit(long, seq=7, run=RUN, manifest=digest(3))
 
-    def test_what_json_cannot_say_is_refused(self) -> None:
+    def test_values_without_a_json_form_are_refused(self) -> None:
         with pytest.raises(ValueError, match="JSON"):
             encode(replace(OPEN, time=float("nan")))
 

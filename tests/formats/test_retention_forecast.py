@@ -21,12 +21,12 @@ DIFF = 0.3
         (["every:100", "of-another-version:3"], []),
     ],
 )
-def test_what_rules_keep_for_good(rules: list[str], kept: list[int]) -> None:
+def test_checkpoints_that_rules_keep_for_good(rules: list[str], kept: list[int]) -> None:
     assert [step for step in range(0, 201, 10) if kept_for_good(rules, step)] == kept
 
 
 def stored(rules: list[str], steps: int, full_every: int) -> dict[int, float]:
-    """A run of step diffs -> each full, and the bytes that the store has once nothing else is kept than by `rules`."""
+    """A run of step diffs -> each full, and the bytes of the store once only `rules` keep checkpoints."""
     chains, fulls, below = Chains(lambda: rules), [], {}
     since = full_every
     for step in range(1, steps + 1):

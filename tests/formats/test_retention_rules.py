@@ -1,14 +1,18 @@
-"""The rules of retention: what they say, and that keeping up save by save ends where looking at everything does."""
+"""The retention rules: their meaning, and that judging save by save gives the same result as judging everything."""
 
 from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ckptstore
+from ckptstore.cli.commands import keep
 from ckptstore.errors import FormatError, UsageError
 from ckptstore.formats.history import retention_rules
 from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
@@ -28,6 +32,16 @@ from ckptstore.formats.history.retention_rules import RetentionTracker, checked,
 from ckptstore.formats.history.rule_rankings import metric
 from ckptstore.formats.history.rule_windows import RULES, ends
 
+ROOT = Path(__file__).parents[2]
+EXAMPLES = {
+    "last:3": "newer",
+    "every:10": "never",
+    "best:loss:1": "better",
+    "newer-than:4s": "newer",
+    "tagged": "never",
+    "branches": "never",
+}
+"""A rule of each kind -> what ends it. Each of them is tried below."""
 RUN = "5" * 32
 NONCE = "6" * 32
 
@@ -48,7 +62,7 @@ def promise(*entries: CheckpointEntry, **more: Any) -> CommitRecord:
 
 
 def catalog_of(*entries: CheckpointEntry, parents: dict[int, CheckpointEntry] | None = None) -> Catalog:
-    """Terms in order, each with its checkpoints; `parents`: what a term continues from."""
+    """Terms in order, each with its checkpoints; `parents`: the parent of a term."""
     builder = CatalogBuilder()
     for term in sorted({one.term for one in entries}):
         parent = (parents or {}).get(term)
@@ -58,7 +72,7 @@ def catalog_of(*entries: CheckpointEntry, parents: dict[int, CheckpointEntry] | 
 
 
 def kept(catalog: Catalog, *rules: str) -> dict[str, list[int]]:
-    """Rule -> steps; ``gone``: what nothing keeps."""
+    """Rule -> steps; ``gone``: those that no rule keeps."""
     reasons, gone = reasons_of(catalog, checked(rules))
     return {reason: [step for _, step in nodes] for reason, nodes in reasons.items()} | {
         "gone": [step for _, step in gone]
@@ -71,7 +85,7 @@ class TestRules:
         ["last:1", "every:1000", "best:loss:5", "best:a:b:5", "best:accuracy:2:max", "best:loss:1:min", "tagged",
          "branches", "newer-than:7d", "newer-than:90m", "newer-than:1.5h", "newer-than:0s", "newer-than:2w"],
     )  # fmt: skip
-    def test_what_is_one(self, rule: str) -> None:
+    def test_valid_rules(self, rule: str) -> None:
         assert checked([f" {rule} ", rule]) == (rule,)
         assert known([rule])
 
@@ -82,8 +96,8 @@ class TestRules:
          "newest:3", "last:99999999999999999999", "Last:3", "tagged:x", "best:" + "x" * 300 + ":1", 7, None],
         ids=lambda rule: str(rule)[:20] or "empty",
     )  # fmt: skip
-    def test_what_is_none(self, rule: Any) -> None:
-        with pytest.raises(UsageError, match="is not a retention rule; the rules are last:N, every:N"):
+    def test_invalid_rules(self, rule: Any) -> None:
+        with pytest.raises(UsageError, match=r"is not a retention rule; the rules are .*last:N, every:N"):
             checked(["last:1", rule])
         if isinstance(rule, str):
             assert not known(["last:1", rule])
@@ -121,7 +135,7 @@ class TestWhatTheyKeep:
             "gone": [],
         }
         assert kept(catalog, "best:loss:1")["best:loss:1"] == [4]  # of equals the newer
-        # A metric that nobody has given: nothing is let go for want of it.
+        # A metric that no checkpoint has: none is retired for the lack of it.
         assert kept(catalog, "best:other:3")["gone"] == []
         assert kept(catalog, "tagged")["gone"] == [1, 2, 3, 4, 5, 6]
 
@@ -129,7 +143,7 @@ class TestWhatTheyKeep:
         catalog = catalog_of(*(entry(1, step) for step in range(1, 6)))
         catalog = catalog.apply(CommitRecord(1, NONCE, tags={"a": (1, 2), "b": (1, 2)}), catalog.next_seq)
         assert kept(catalog, "last:1") == {"newest": [5], "tagged": [2], "last:1": [5], "gone": [1, 3, 4]}
-        # Said as a rule it is the same: tags keep what they name.
+        # Expressed as a rule it is the same: tags keep the checkpoints that they name.
         assert kept(catalog, "tagged") == {"newest": [5], "tagged": [2], "gone": [1, 3, 4]}
 
     def test_ages_count_back_from_the_newest_and_no_clock_is_asked(self) -> None:
@@ -137,7 +151,7 @@ class TestWhatTheyKeep:
         assert kept(catalog, "newer-than:20s")["newer-than:20s"] == [3, 4, 5]
 
     def test_ranks_are_those_of_the_line_and_branches_are_judged_one_by_one(self) -> None:
-        """1 to 6 in term 1; term 2 went back to 3 and made 4 and 5; term 3 goes on from there."""
+        """1 to 6 in term 1; term 2 went back to 3 and made 4 and 5; term 3 continues from there."""
         first = [entry(1, step, loss=-step) for step in range(1, 7)]
         second = [entry(2, step, loss=step) for step in (4, 5)]
         catalog = catalog_of(*first, *second, entry(3, 6, loss=0), parents={2: first[2], 3: second[1]})
@@ -171,7 +185,7 @@ def test_a_metric_that_comes_late_ranks_from_then_on() -> None:
     assert keeping.reasons(entries[2]) == ["best:loss:1"]
 
 
-def test_branches_stay_while_the_line_goes_on() -> None:
+def test_branches_stay_while_the_line_continues() -> None:
     first = [entry(1, step) for step in range(1, 7)]
     catalog = catalog_of(*first, entry(2, 4), parents={2: first[2]})
     keeping = RetentionTracker(["last:1", "branches"], catalog)
@@ -180,8 +194,8 @@ def test_branches_stay_while_the_line_goes_on() -> None:
     assert [keeping.reasons(one) for one in first[2:]] == [[], *[["branches"]] * 3]
 
 
-def test_who_asks_for_some_pays_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that is given rules late takes what is superfluous by and by: the whole is no square of it."""
+def test_a_partial_judgement_has_a_partial_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that gets rules late retires the surplus bit by bit: the total cost is not quadratic."""
     catalog = catalog_of(*(entry(1, step) for step in range(1, 3001)))
     looked_at: list[Node] = []
     reasons = RetentionTracker.reasons
@@ -200,8 +214,8 @@ def test_who_asks_for_some_pays_for_some(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(looked_at) <= len(gone) + 100
 
 
-def test_the_index_of_who_reads_what_forgets_what_is_gone() -> None:
-    """A run that retires has a catalog that stays small for as long as it goes on, and so has its index to."""
+def test_the_index_of_readers_forgets_dropped_segments() -> None:
+    """A run that retires has a catalog that stays small however long it runs, and so does its index."""
     builder = CatalogBuilder(catalog_of(entry(1, 1)))
     catalog = builder.catalog
     for step in range(2, 40):
@@ -219,13 +233,13 @@ def test_the_index_of_who_reads_what_forgets_what_is_gone() -> None:
         builder.apply(CommitRecord(1, NONCE, drops=(segment.id,)), catalog.next_seq)
         assert index.users(segment.id) == set()
         assert index.dependents(base.node) == set()
-        assert index.users(other.id) == {one.node}  # its other encoding is there
+        assert index.users(other.id) == {one.node}  # its other encoding exists
 
 
 def by_hand(
     entries: Iterable[CheckpointEntry], tagged: set[Node], last: int, every: int, best: int, age: float
 ) -> set[Node]:
-    """What the rules below keep of one term, said again in the plainest way."""
+    """The kept steps of one term by the rules below, computed in the plainest way."""
     alive = sorted(entries, key=lambda one: one.step)
     newest = alive[-1]
     rated = sorted(alive, key=lambda one: (one.extra["metadata"]["loss"], -one.step))
@@ -234,13 +248,13 @@ def by_hand(
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_left_is_what_was_promised(seed: int) -> None:
-    """Saves in and out of order, tags that come, move and go; retired as they become superfluous."""
+def test_only_the_promised_checkpoints_are_left(seed: int) -> None:
+    """Saves in and out of order, tags that come, move and go; checkpoints are retired as they become surplus."""
     chance = random.Random(seed)
     last, every, best, age = chance.randint(1, 5), chance.randint(2, 9), chance.randint(1, 4), chance.choice([0, 3, 20])
     rules = (f"last:{last}", f"every:{every}", f"best:loss:{best}", f"newer-than:{age}s")
     if seed % 3 == 0:
-        last, age, rules = 1, -100, rules[1:3]  # the newest is kept only for being that
+        last, age, rules = 1, -100, rules[1:3]  # the newest is kept only for being the newest
     catalog = Catalog().apply(OpenRecord(1, None, NONCE, 0.0), 0)
     follower = RetentionTracker(rules, catalog)
     ever: dict[Node, CheckpointEntry] = {}
@@ -263,14 +277,14 @@ def test_what_is_left_is_what_was_promised(seed: int) -> None:
         check_commit(catalog, record)
         catalog = catalog.apply(record, catalog.next_seq)
         ever[one.node] = one
-        late = follower.superfluous(catalog)  # what was committed out of order may be superfluous at once
+        late = follower.superfluous(catalog)  # a checkpoint that was committed out of order may be surplus at once
         catalog = catalog.apply(CommitRecord(1, NONCE, retires=tuple(late)), catalog.next_seq)
         assert reasons_of(catalog, rules)[1] == []
     assert set(tags.values()) <= set(catalog.checkpoints)
     alive = by_hand(ever.values(), set(tags.values()), last, every, best, age)
-    # A tag that was taken away leaves a checkpoint that a rule may have kept, had it been asked earlier: never more.
+    # A removed tag leaves a checkpoint that a rule may have kept, if it had been applied earlier: never more.
     assert {one for one in alive if one in catalog.checkpoints} == set(catalog.checkpoints)
-    if age <= 0:  # times that go back, and then on, may let something go that the last look would keep
+    if age <= 0:  # times that go back, and then forward, may retire a checkpoint that the last look would keep
         assert set(catalog.checkpoints) == alive
 
 
@@ -279,7 +293,7 @@ def test_what_is_left_is_what_was_promised(seed: int) -> None:
 
 def test_rules_in_a_commit_a_request_and_a_fold() -> None:
     catalog = catalog_of(entry(1, 1))
-    for rules in (("last:3", "best:loss:2"), ()):  # none is something else than nothing said
+    for rules in (("last:3", "best:loss:2"), ()):  # an empty list is not the same as no list
         record = CommitRecord(1, NONCE, keep=rules)
         data, manifest = encode_commit(record, seq=2, run=RUN, manifest="8" * 32)
         assert manifest is None
@@ -298,7 +312,7 @@ def test_rules_in_a_commit_a_request_and_a_fold() -> None:
 
 
 def test_an_older_version_keeps_them_and_a_newer_one_finds_them() -> None:
-    """It does not know the member: it has it among those that it preserves, in its folds, too."""
+    """It does not know the member: it preserves it with other unknown ones, in its folds, too."""
     catalog = catalog_of(entry(1, 1))
     catalog.unknown = ((2, {"keep": ["last:9"], "other": 1}), (5, {"keep": ["last:3"]}), (4, {"keep": ["last:8"]}))
     folded, digest = encode_fold(catalog, run=RUN)
@@ -311,7 +325,7 @@ def test_an_older_version_keeps_them_and_a_newer_one_finds_them() -> None:
         decode_fold(folded, seq=1, run=RUN, digest16=digest[:16], what="fold")
 
 
-def test_a_request_with_rules_says_that_it_needs_who_knows_them() -> None:
+def test_a_request_with_rules_requires_a_writer_that_knows_them() -> None:
     assert b'"incompat":["keep"]' in encode_request(Request("9" * 32, 1, "keep", keep=("last:1",)), run=RUN)
     assert b"incompat" not in encode_request(Request("9" * 32, 1, "tag", tags={"a": (1, 1)}), run=RUN)
 
@@ -324,14 +338,53 @@ def test_no_commit_has_rules_that_are_none() -> None:
 
 
 def test_each_reason_to_keep_says_what_ends_it() -> None:
-    """Compaction moves nothing that is about to go, and a writer counts what is kept for long."""
-    expected = {
-        **dict.fromkeys(["newest", "last:3", "newer-than:2d"], "newer"),
-        "best:loss:1": "better",
-        **dict.fromkeys(["every:10", "tagged", "branches", "of-a-later-version:1"], "never"),
-    }
+    """Compaction moves no checkpoint that is about to go, and a writer counts those that are kept for long."""
+    expected = {**EXAMPLES, "newest": "newer", "of-a-later-version:1": "never"}
     assert {reason: ends(reason) for reason in expected} == expected
-    assert {reason.partition(":")[0] for reason in expected} >= set(RULES)
+
+
+def test_every_kind_of_rule_is_tried_and_told() -> None:
+    kinds = {rule.partition(":")[0] for rule in EXAMPLES}
+    assert kinds == set(RULES), "EXAMPLES above has a rule of each kind"
+    spec = (ROOT / "formats/SPEC.md").read_text(encoding="utf-8")
+    texts = {
+        "docs/retention.md": (ROOT / "docs/retention.md").read_text(encoding="utf-8"),
+        "SPEC.md, section 7.5": spec.partition("### 7.5")[2].partition("\n## 8")[0],
+        "ckpt keep --help": keep.command.help or "",
+        "the docstring of Store.keep": ckptstore.Store.keep.__doc__ or "",
+    }
+    silent = {(place, kind) for place, text in texts.items() for kind in RULES if not re.search(rf"\b{kind}\b", text)}
+    assert not silent
+
+
+@pytest.mark.parametrize("rule", EXAMPLES)
+@pytest.mark.parametrize("seed", range(5))
+def test_each_rule_keeps_the_same_save_by_save_as_at_once(rule: str, seed: int) -> None:
+    """Steps are committed out of order; the run goes back. After each save a look at all releases nothing more."""
+    chance = random.Random(f"{rule} {seed}")
+    catalog = Catalog()
+    parent: CheckpointEntry | None = None
+    number = 0
+    for term in (1, 2, 3):
+        catalog = catalog.apply(OpenRecord(term, parent and parent.id, NONCE, 0.0), catalog.next_seq)
+        tracker = RetentionTracker((rule,), catalog)
+        steps = [(parent.step if parent else 0) + one for one in range(1, 31)]
+        for place in range(0, 28, 3):
+            if chance.random() < 0.3:
+                steps[place], steps[place + 1] = steps[place + 1], steps[place]
+        for step in steps:
+            number += 1
+            one = entry(term, step, time=float(number), loss=chance.randint(0, 30))
+            tracker.add(one)
+            gone = [node for node in tracker.superfluous(catalog) if node in catalog.checkpoints]
+            catalog = catalog.apply(promise(one, retires=tuple(gone)), catalog.next_seq)
+            late = tuple(tracker.superfluous(catalog))
+            catalog = catalog.apply(CommitRecord(term, NONCE, retires=late), catalog.next_seq)
+            reasons, released = reasons_of(catalog, (rule,))
+            assert released == []
+            told = {node for node in catalog.checkpoints if rule in tracker.reasons(catalog.checkpoints[node])}
+            assert told == set(reasons[rule])
+        parent = catalog.checkpoints[chance.choice(list(catalog.checkpoints))]
 
 
 def test_the_message_about_a_rule_that_is_none_has_every_kind() -> None:

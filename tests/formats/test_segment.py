@@ -1,4 +1,4 @@
-"""Segments: what any safetensors reader sees of them, what ours reads back, and the golden files."""
+"""Segments: as any safetensors reader sees them, as ours reads them, and the golden files."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_numpy_loads_every_dtype_that_it_has(every_kind: tuple[Path, dict[Tensor
         for spec, expected in images.items():
             stored = dtypes.get(spec.dtype)
             assert tuple(file.get_slice(spec.name).get_shape()) == dtypes.storage_shape(stored, spec.shape)
-            if not stored.storage.startswith("F8_"):  # safetensors knows those for torch only
+            if not stored.storage.startswith("F8_"):  # safetensors knows these only for torch
                 assert file.get_tensor(spec.name).tobytes() == expected
 
 
@@ -189,7 +189,7 @@ def test_a_tensor_of_many_chunks_opens_elsewhere(tmp_path: Path) -> None:
     assert [chunk.logical for chunk in entry.chunks] == [CHUNK, CHUNK, 5]
 
 
-def test_what_was_not_planned_is_not_encoded() -> None:
+def test_unplanned_entries_are_not_encoded() -> None:
     spec = TensorSpec("a", "U8", (4,))
     layout = plan_plain([spec], DRAFT)
     entry = raw_entry(layout, spec, ["0" * 16])

@@ -46,7 +46,7 @@ def read(data: bytes, size: int | None = None) -> SegmentDoc:
 
 
 def check_everything(data: bytes, committed: str) -> None:
-    """What a reader that trusts only the COMMIT record does."""
+    """The checks of a reader that trusts only the COMMIT record."""
     check_header(data[: header_length(data, len(data), "file")], committed, "file")
     for tensors in read(data).tensors.values():
         for entry in tensors.values():
@@ -57,7 +57,7 @@ def check_everything(data: bytes, committed: str) -> None:
 
 
 def assert_sound(doc: SegmentDoc, data: bytes) -> None:
-    """Whatever was accepted lies inside the file, each byte in one chunk at most, and agrees with itself."""
+    """Everything accepted lies inside the file, each byte in at most one chunk, and is consistent."""
     extents = []
     for step, tensors in doc.tensors.items():
         assert step in doc.steps
@@ -162,7 +162,7 @@ def test_a_header_of_another_length_than_it_says_is_refused() -> None:
 
 
 def opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
-    """(header, document, what follows) of a segment."""
+    """(header, document, remaining bytes) of a segment."""
     end = header_length(data, len(data), "file")
     header = json.loads(data[8:end])
     return header, json.loads(header["__metadata__"]["ckptstore"]), data[end:]
@@ -183,7 +183,7 @@ def opened_index(data: bytes) -> Any:
 
 
 def with_index(data: bytes, text: bytes, stored: bytes | None = None, length: int | None = None) -> bytes:
-    """`data` with another index: `text`, or what is `stored` under a right hash and claims `length`."""
+    """`data` with another index: `text`, or the bytes `stored` under a valid hash with the claim `length`."""
     header, document, rest = opened(data)
     payload = header["ckptstore/payload"]["shape"][0]
     stored = zstandard.compress(text) if stored is None else stored
@@ -458,7 +458,7 @@ def test_entries_and_chunks_are_counted_before_they_are_made() -> None:
         read(with_index(segment, index_of_one_step(shape, 1, MAX_CHUNKS + 1)))
 
 
-# ---- what would make a careless reader allocate, recurse or loop ----------------------------------------------------
+# ---- inputs that would make a careless reader allocate, recurse or loop ---------------------------------------------
 
 
 def refused_within(data: bytes, megabytes: int) -> None:

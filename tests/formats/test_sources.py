@@ -130,7 +130,7 @@ def test_ranges_outside_the_image(offset: int, length: int) -> None:
             write_into(array, np.empty(length, np.uint8), offset)
 
 
-def test_what_has_no_dtype_is_refused() -> None:
+def test_an_array_without_a_dtype_is_refused() -> None:
     with pytest.raises(UnsupportedStateError):
         NumpySource(np.array([object()]))
 

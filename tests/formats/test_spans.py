@@ -24,14 +24,14 @@ def test_it_is_a_set(begin: list[int], moves: list[tuple[str, int]]) -> None:
         assert [one in spans for one in range(62)] == [one in plain for one in range(62)]
     assert spans == plain
     assert spans == Spans(plain)
-    assert copied == before  # whatever became of the other
+    assert copied == before  # whatever happened to the other
     spans.clear()
     assert not spans
     assert spans.highest is None
 
 
 @pytest.mark.parametrize("apart", [1, 10])
-def test_what_is_evenly_spaced_is_one_span(apart: int) -> None:
+def test_evenly_spaced_numbers_are_one_span(apart: int) -> None:
     steps = range(apart, 1000 * apart, apart)
     spans = Spans()
     for step in steps:

@@ -1,4 +1,4 @@
-"""The test vectors of SPEC.md 4 hold: for the product, for what a store has, and for the reader from the page."""
+"""The test vectors of SPEC.md 4 hold: for the product, for a store's contents, and for the page's reader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = bytes(number % 256 for number in range(1000))
 
 
 def table() -> dict[str, str]:
-    """What the page says: input -> hex digits."""
+    """The table of the page: input -> hex digits."""
     return dict(re.findall(r"^\| ([^|]+) \| `([0-9a-f]+)` \|$", section("4 Hashes and digests"), re.MULTILINE))
 
 

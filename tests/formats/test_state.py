@@ -172,7 +172,7 @@ def test_what_makes_a_state_too_long_is_named(state: Any, where: str) -> None:
 
 def test_a_training_state() -> None:
     generator = np.random.default_rng(3)
-    np.random.seed(7)  # the legacy state is what scripts save
+    np.random.seed(7)  # the legacy state is the one that scripts save
     state = {
         "model": OrderedDict({"wte.weight": np.ones((4, 2), "<f4"), "steps": np.array(3)}),
         "optimizer": {
@@ -227,7 +227,7 @@ def test_the_text_of_ordinary_states_is_ordinary_json() -> None:
     )
 
 
-# what flatten refuses
+# refusals of flatten
 
 
 class Colour(enum.IntEnum):
@@ -543,7 +543,7 @@ def test_a_selection_is_refused_what_no_state_is() -> None:
 
 
 def test_a_part_of_the_deepest_state() -> None:
-    """What can be read whole can be selected from: the same limit, at exactly its value."""
+    """A state that can be read whole can be selected from: the same limit, at exactly its value."""
     tree: Any = {"a": {"$t": "w"}, "b": {"$t": "x"}}
     for _ in range(MAX_DEPTH - 1):
         tree = [tree]
@@ -594,7 +594,7 @@ def test_packed_integers_take_the_narrowest_type() -> None:
 
 
 def test_a_tree_is_200_deep_as_the_page_counts() -> None:
-    """At most 200 arrays and objects stand around a value; an empty list is a value."""
+    """At most 200 arrays and objects are around a value; an empty list is a value."""
     for leaf, text in ((1, "1"), ([], "[]")):
         tree: Any = leaf
         for _ in range(200):

@@ -49,7 +49,7 @@ def test_groups_are_found() -> None:
 
 
 def params(**changes: Any) -> Callable[[Tensors], None]:
-    """The leader of b and c says something else."""
+    """The leader of b and c has other parameters."""
     return lambda found: found.update({"b.0": replace(found["b.0"], params={**found["b.0"].params, **changes})})
 
 
@@ -101,7 +101,7 @@ UNFIT: dict[str, Callable[[Tensors], None]] = {
 
 
 @pytest.mark.parametrize("lie", UNKNOWN)
-def test_what_this_version_does_not_understand(lie: str) -> None:
+def test_unknown_parameters(lie: str) -> None:
     found = tensors()
     UNKNOWN[lie](found)
     with pytest.raises(FormatError, match=r"here: tensor 'b\.0'"):

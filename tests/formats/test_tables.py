@@ -34,7 +34,7 @@ TABLES = ("checkpoints", "slots", "held", "encodings", "segments")
 
 
 class Plain:
-    """What the big tables hold, in dictionaries: SPEC 7.4, word for word."""
+    """The contents of the big tables, in dictionaries: SPEC 7.4, word for word."""
 
     def __init__(self) -> None:
         self.term = 0
@@ -98,7 +98,7 @@ def compare(catalog: Catalog, plain: dict[str, dict[Any, Any]]) -> None:
 
 
 def compare_edges(catalog: Catalog) -> None:
-    """Who reads and who builds on what: all that do are named; others may have, once."""
+    """The readers and the dependants: all present ones are named; others may have been, once."""
     edges = [edge for all_of_one in catalog.encodings.values() for edge in all_of_one]
     for number in range(12):
         readers = {edge.checkpoint for edge in edges if digest(number) in edge.segments}
@@ -171,7 +171,7 @@ def test_an_empty_table(rows: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x", "A" * 32, "a" * 31, " " + "a" * 31, "a" * 30 + "  ", "seg/1", "\u0663" * 32])
-def test_what_is_no_id_is_not_there(name: str) -> None:
+def test_an_invalid_id_is_absent(name: str) -> None:
     entry = SegmentEntry("a" * 32, 1, 2, 3, "b" * 32)
     table: Table[str, SegmentEntry] = Table(SegmentRows().with_changes({entry.id: entry}))
     assert table["a" * 32] == entry
@@ -196,7 +196,7 @@ def history(count: int) -> Iterator[tuple[CommitRecord, int]]:
 
 
 def seconds(work: Any, times: int) -> float:
-    """The median of so many times: one of them may also have collected garbage."""
+    """The median of several times: one of them may include a garbage collection."""
 
     def once() -> float:
         begun = time.thread_time()

@@ -1,4 +1,4 @@
-"""Copies past the caches are copies: every byte, at every alignment, and none beside them."""
+"""Copies past the caches are correct: every byte, at every alignment, and no byte beside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A packed document says which codecs and rules its index has: a reader can refuse before it reads that."""
+"""A packed document names the codecs and rules of its index: a reader can refuse before it reads the index."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_golden_segments(name: str, uses: list[str] | None) -> None:
         assert document["uses"] == uses
 
 
-def test_what_a_writer_writes(tmp_path: Path) -> None:
+def test_the_uses_that_a_writer_writes(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "store", create=True)
     weight = np.arange(5000, dtype="<f4")
     with store.writer(deltas=DeltaOptions(interval=9), poll_seconds=None) as writer:

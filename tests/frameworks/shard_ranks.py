@@ -16,7 +16,7 @@ SHAPES = {"rows": (7, 3), "columns": (4, 10), "narrow": (2, 5), "half": (6, 4), 
 
 
 def whole(name: str) -> torch.Tensor:
-    """What a tensor is."""
+    """The whole value of a tensor."""
     made = torch.arange(1, 1 + int(torch.tensor(SHAPES[name]).prod())).reshape(SHAPES[name]) / len(name)
     return made.to(torch.bfloat16) if name == "half" else made
 

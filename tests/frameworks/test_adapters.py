@@ -1,4 +1,4 @@
-"""The table of frameworks: only imported ones are asked, and ``into=`` refuses tensors that cannot be overwritten."""
+"""The table of frameworks: only imported ones are queried, and ``into=`` refuses tensors that cannot be overwritten."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_framework_that_is_not_imported_is_not_asked() -> None:
 def test_a_torch_whose_groups_have_no_store_for_others_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch 2.6 to 2.8: ranks would fail with a message about an attribute, on a machine that nobody had told."""
+    """Torch 2.6 to 2.8: otherwise ranks would fail with an unexplained AttributeError on another machine."""
     from torch import distributed
 
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")

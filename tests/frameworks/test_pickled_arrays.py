@@ -1,4 +1,4 @@
-"""numpy arrays in files of torch.save: those that numpy makes come back, others never reach numpy."""
+"""numpy arrays in files of torch.save: those that numpy makes are restored, others never reach numpy."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_anything_else_is_refused(tmp_path: Path, value: Any) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_process_allows_itself_changes_nothing(tmp_path: Path) -> None:
-    """transformers allows numpy's own functions while it loads; which of two of one name torch takes, nobody knows."""
+def test_globals_that_the_process_allows_change_nothing(tmp_path: Path) -> None:
+    """transformers allows numpy's own functions while it loads; which of two with one name torch takes is undefined."""
     before = set(torch.serialization.get_safe_globals())
     own = [_MAKE, np.ndarray, np.dtype, type(np.dtype("u4")), type(np.dtype("f8"))]
     with torch.serialization.safe_globals(own):

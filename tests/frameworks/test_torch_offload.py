@@ -1,4 +1,4 @@
-"""Copies that devices make: queued, in order, to registered memory; on a simulated device, under many seeds."""
+"""Copies by devices: queued, in order, to registered memory; on a simulated device, under many seeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.frameworks import torch_offload  # noqa: E402
 from ckptstore.frameworks.torch_offload import CopyQueue  # noqa: E402
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
+from ckptstore.host.arenas import LEAST  # noqa: E402
 from ckptstore.host.buffers import aligned, region_of  # noqa: E402
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
 from ckptstore.write.writer_options import DeltaOptions  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
@@ -36,17 +38,24 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 GPU = torch.device("cuda", 0)
 SEEDS = range(short_or(3, 200))
 HOST = torch.zeros(3)
-WAYS: dict[str, dict[str, Any]] = {"full": {}, "delta": {"deltas": DeltaOptions(interval=3)}}
+WAYS = ["full", "delta", "share"]
+
+
+def options(way: str) -> dict[str, Any]:
+    """Of a writer; `share`: a rank that copies under a budget."""
+    if way == "share":
+        return {"group": Group(0, 1, LocalMailbox()), "memory": LEAST}
+    return {"deltas": DeltaOptions(interval=3)} if way == "delta" else {}
 
 
 def trained(device: Machine, place: Path, way: str, *, steps: int = 6, wait: bool = True) -> dict[int, list[Any]]:
-    """Save a state after each step and change it at once -> what was saved, by step."""
+    """Save a state after each step and change it at once -> the saved states, by step."""
     state = {f"w{number}": torch.zeros(3000 + number, device="cuda") for number in range(4)}
     state["host"] = torch.zeros(5)
     side = torch.cuda.Stream()
     wanted = {}
     store = ckptstore.open(place, create=True)
-    with store.writer(max_in_flight=2, **WAYS[way]) as writer:
+    with store.writer(max_in_flight=2, **options(way)) as writer:
         for step in range(1, steps + 1):
             for one in state.values():
                 one.add_(step)
@@ -54,9 +63,9 @@ def trained(device: Machine, place: Path, way: str, *, steps: int = 6, wait: boo
             pending = writer.save_async(state, step)
             if wait or step <= 2:
                 pending.result()
-                settled(device)  # what is used again is registered by then
+                settled(device)  # reused memory is registered by then
             else:
-                # Memory of another stream, which is that stream's again as soon as nobody has the tensor.
+                # Memory of another stream, which returns to that stream once no one has the tensor.
                 with torch.cuda.stream(side):
                     other = torch.full((3000,), wanted[step][0], device="cuda")
                 torch.cuda.current_stream().wait_stream(side)
@@ -76,7 +85,7 @@ def settled(device: Machine) -> None:
 
 
 def wrong(place: Path, wanted: dict[int, list[Any]]) -> list[int]:
-    """The steps that were restored with other bits."""
+    """The steps that were restored with wrong bits."""
     store = ckptstore.open(place)
     return [
         step
@@ -87,7 +96,7 @@ def wrong(place: Path, wanted: dict[int, list[Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_saved_is_the_state_of_its_step(tmp_path: Path, way: str) -> None:
+def test_the_saved_state_is_that_of_its_step(tmp_path: Path, way: str) -> None:
     for seed in SEEDS:
         for wait in (False, True):
             with simulated(seed) as device:
@@ -102,9 +111,10 @@ def test_the_caller_waits_for_no_device(tmp_path: Path, way: str) -> None:
     """Once memory is registered, `save_async` returns while all of its copies are still queued."""
     with simulated(0) as device:
         state = {"w": torch.ones(50_000, device="cuda")}
-        with ckptstore.open(tmp_path / "run", create=True).writer(max_in_flight=2, **WAYS[way]) as writer:
+        with ckptstore.open(tmp_path / "run", create=True).writer(max_in_flight=2, **options(way)) as writer:
             for step in range(1, 5):
                 writer.save_async(state, step).result()
+                settled(device)
             before = [site for site in device.counts.waits if "torch_tensors" in str(site)]
             writer.save_async(state, 5)
             after = [site for site in device.counts.waits if "torch_tensors" in str(site)]
@@ -112,7 +122,7 @@ def test_the_caller_waits_for_no_device(tmp_path: Path, way: str) -> None:
 
 
 def goes_wrong(seed: int, fault: Callable[[], object], *, freed: bool) -> bool:
-    """Whether a capture of one tensor that changes, or is `freed`, has other bytes or races."""
+    """Whether a capture of one tensor that changes, or is `freed`, has wrong bytes or races."""
     with simulated(seed) as device:
         fault()
         side = torch.cuda.Stream()
@@ -134,7 +144,7 @@ def goes_wrong(seed: int, fault: Callable[[], object], *, freed: bool) -> bool:
         if not freed:
             tensor.add_(1)
             kept = tensor
-        del tensor, queue, sources  # memory that is let go of is that of its own stream again
+        del tensor, queue, sources  # freed memory belongs to its own stream again
         with torch.cuda.stream(side):
             other = torch.full((3000,), 7.0, device="cuda")
         wait()
@@ -160,7 +170,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
 
 
 def test_a_queue_that_is_let_go_of_holds_no_tensor() -> None:
-    """At once, and not when Python's collector comes by: a device's memory is short."""
+    """At once, and not when Python's garbage collector runs: a device's memory is scarce."""
     with simulated(0):
         tensor = torch.ones(300, device="cuda")
         seen = weakref.ref(tensor)
@@ -188,8 +198,8 @@ def test_a_capture_keeps_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_leaves_an_order_out_is_caught(fault: str) -> None:
-    """Each of these makes the test above fail."""
+def test_a_missing_order_is_caught(fault: str) -> None:
+    """Each of these omissions makes the test above fail."""
     for seed in range(100):
         with pytest.MonkeyPatch.context() as patch:
             freed = fault == "no record of the stream"
@@ -268,7 +278,7 @@ def test_memory_that_cannot_be_registered_costs_time_alone(
     assert "could not be registered with the device (CUDA error 2)" in caplog.text
 
 
-def test_what_the_driver_refused_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_registration_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated(0):
         runtime = torch.cuda.cudart()
         asked: list[int] = []
@@ -289,7 +299,7 @@ def test_what_the_driver_refused_is_not_asked_for_again(monkeypatch: pytest.Monk
         gc.collect()
 
 
-def test_what_the_driver_refused_fails_no_later_kernel_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_registration_fails_no_later_kernel_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA keeps a thread's last error, and torch raises it with the next kernel."""
     errors: list[str] = []
 
@@ -326,7 +336,7 @@ def test_a_queued_tensor_is_described_as_it_is() -> None:
 
 
 def queued_copy() -> tuple[Any, CopyQueue]:
-    """A copy of a tensor of ones that is only queued, and what it is copied to."""
+    """A copy of a tensor of ones that is only queued, and its destination."""
     memory = aligned(1200)
     assert torch_offload.register(memory, GPU)
     queue = torch_offload.copy_queue({"w": TorchSource(torch.ones(300, device="cuda")), "host": TorchSource(HOST)})
@@ -356,7 +366,7 @@ def test_a_copy_cannot_be_cancelled_and_is_waited_for_here_once_the_threads_are_
         del memory
 
 
-def test_who_waits_for_a_copy_hears_that_the_device_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_copy_raises_the_devices_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Any) -> None:
         raise RuntimeError("an illegal memory access")
 
@@ -386,12 +396,12 @@ def test_other_memory_is_not_registered() -> None:
         assert not torch_offload.register(aligned(4096).copy(), GPU)
 
 
-def test_what_is_in_host_memory_does_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many copies the device still has to make: those that threads make are made meanwhile."""
+def test_tensors_in_host_memory_do_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many copies the device still has to make, threads make theirs meanwhile."""
     released = threading.Event()
     released.set()
     with simulated(0) as device:
-        # Five units of what is on the device, and one of what is not.
+        # Five units of tensors on the device, and one of others.
         state = {f"w{number}": torch.ones(230_000, device="cuda") for number in range(95)}
         state["host"] = torch.ones((17 << 20) + 1, dtype=torch.uint8)  # no whole lines: it comes last
 
@@ -420,7 +430,7 @@ def test_what_is_in_host_memory_does_not_wait_for_the_device(tmp_path: Path, mon
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_other_device_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """A thread begins with the first device as its own: to call the driver there takes memory of that device."""
+    """A thread begins with the first device as its own: calling the driver there takes memory of that device."""
     with simulated(0, devices=2) as device:
         runtime, synchronize = torch.cuda.cudart(), torch.cuda.Event.synchronize
         asked: list[int] = []
@@ -438,7 +448,7 @@ def test_no_other_device_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         monkeypatch.setattr(torch.cuda.Event, "synchronize", waiting)
         state = {"w": torch.ones(50_000, device="cuda:1")}
-        with ckptstore.open(tmp_path / "run", create=True).writer(max_in_flight=2, **WAYS[way]) as writer:
+        with ckptstore.open(tmp_path / "run", create=True).writer(max_in_flight=2, **options(way)) as writer:
             for step in range(1, 4):
                 writer.save_async(state, step).result()
                 settled(device)

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """This process as one rank of a group of which there is no other."""
+    """This process as one rank of a group without other ranks."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=size, store=fake.FakeStore())
     try:
@@ -45,7 +45,7 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 
 def local_of(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> torch.Tensor:
-    """What this rank has, cut as the placements say, without talking to anybody."""
+    """This rank's part, cut by the placements, without communication."""
     coordinate = mesh.get_coordinate()
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | _StridedShard):
@@ -93,7 +93,7 @@ def test_ranks_have_boxes_that_make_up_the_tensor(
     assert gap(shape, found) is None
 
 
-def test_what_is_no_box_is_refused() -> None:
+def test_a_placement_without_a_box_is_refused() -> None:
     with as_rank(1, 4):
         mesh = init_device_mesh("cpu", (4,))
         summed = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)

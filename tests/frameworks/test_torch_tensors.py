@@ -21,7 +21,7 @@ from ckptstore.formats.sources import TensorSource  # noqa: E402
 from ckptstore.formats.states.state import flatten, unflatten  # noqa: E402
 from ckptstore.frameworks import torch_tensors as tensors  # noqa: E402
 
-# torch says once per process that complex32 is experimental; the bits of it are not.
+# torch warns once per process that complex32 is experimental; its bits are not.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
 DEVICES = ["cpu", "other"]
@@ -55,13 +55,13 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int = 0) -> Any:
 
 
 def image_of(tensor: Any) -> bytes:
-    """What torch itself says are the bytes."""
+    """The bytes according to torch itself."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def read_all(source: TensorSource, piece: int = 5) -> bytes:
-    """By odd pieces, so that elements are cut."""
+    """In odd pieces, so that elements are cut."""
     out = np.zeros(source.nbytes, np.uint8)
     for start in range(0, source.nbytes, piece):
         source.read(start, out[start : start + piece])
@@ -197,7 +197,7 @@ def test_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_reading_waits_for_the_stream_that_was_current() -> None:
-    """Another thread, whose own stream is another one, reads what was queued before the source was made."""
+    """Another thread, with another current stream, reads data that was queued before the source was made."""
     stream = torch.cuda.Stream()
     tensor = torch.zeros(1 << 20, device="cuda")
     torch.cuda.synchronize()

@@ -44,7 +44,7 @@ def place(lease: ArenaLease) -> tuple[int, int]:
     ),
 )
 def test_pieces_do_not_overlap_and_the_budget_holds(budget: int | None, actions: list[tuple[str, int]]) -> None:
-    """What would have to wait is left out: a piece is to be had whenever nothing is taken."""
+    """Requests that would have to wait are skipped: a piece is available whenever nothing is taken."""
     arenas = Arenas(budget)
     arenas.expect(4 * UNIT, 2)
 
@@ -79,7 +79,7 @@ def test_pieces_do_not_overlap_and_the_budget_holds(budget: int | None, actions:
     assert arenas.held == 0
 
 
-def test_who_waits_goes_on_when_memory_is_given_back() -> None:
+def test_a_wait_ends_when_memory_is_returned() -> None:
     arenas = Arenas(LEAST)
     arenas.expect(10 * UNIT, 1)
     first = [arenas.take(UNIT) for _ in range(2)]
@@ -96,8 +96,8 @@ def test_who_waits_goes_on_when_memory_is_given_back() -> None:
     assert place(found[0]) == place(first[0])
 
 
-def test_who_waits_can_be_told_to_stop() -> None:
-    """Whenever it is said: before it waits, while it does, or while it asks."""
+def test_a_wait_can_be_stopped() -> None:
+    """At any time: before it waits, during the wait, or while it requests."""
     arenas = Arenas(LEAST)
     arenas.expect(10 * UNIT, 1)
     held = [arenas.take(UNIT) for _ in range(2)]
@@ -126,8 +126,8 @@ def test_who_waits_can_be_told_to_stop() -> None:
     assert held
 
 
-def test_what_is_said_just_before_it_waits_is_heard() -> None:
-    """Not by the luck of a later wake: that may never come."""
+def test_a_stop_just_before_the_wait_is_noticed() -> None:
+    """It must not depend on a later wake, which may never come."""
     arenas = Arenas(LEAST)
     arenas.expect(10 * UNIT, 1)
     held = [arenas.take(UNIT) for _ in range(2)]
@@ -152,7 +152,7 @@ def test_what_is_said_just_before_it_waits_is_heard() -> None:
 
 
 def test_holes_are_no_reason_to_take_more_than_the_budget() -> None:
-    """Half of it is free, in pieces that are too small: who wants more waits."""
+    """Half of it is free, in pieces that are too small: a larger request waits."""
     arenas = Arenas(LEAST)
     arenas.expect(10 * UNIT, 1)
     pieces = [arenas.take(8 * MIB) for _ in range(6)]
@@ -199,8 +199,8 @@ def test_too_small_a_budget() -> None:
 
 
 def resident() -> int:
-    """Bytes of this process's anonymous memory that the system has given a place."""
-    gc.collect()  # else what other tests have left may go between two looks
+    """Resident bytes of this process's anonymous memory."""
+    gc.collect()  # otherwise leftovers of other tests may be freed between two looks
     with open("/proc/self/statm") as file:
         _, pages, shared = file.read().split()[:3]
     return (int(pages) - int(shared)) * BLOCK

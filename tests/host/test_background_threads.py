@@ -1,4 +1,4 @@
-"""Single threads beside the work: they do what they are told, as often as told, and end when told."""
+"""Single background threads: they run the given work as often as requested, and end on request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_job_again_and_again_until_it_is_stopped() -> None:
     assert len(done) == count
 
 
-def test_stopped_before_it_began_it_only_comes_to_its_end() -> None:
+def test_stopped_before_it_began_it_only_ends() -> None:
     done: list[str] = []
     periodic = Periodic(0.0, lambda: done.append("work"), "test", lambda: done.append("end"))
     periodic.stop()

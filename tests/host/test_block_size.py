@@ -1,4 +1,4 @@
-"""How much goes to the disk at once is a number of the machine's; a chunk is one of the format's."""
+"""The size of a disk write is the machine's choice; the size of a chunk is the format's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aligned memory: where it lies, how much of it there is, and when it is given back."""
+"""Aligned memory: its address, its amount, and when it is returned."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_more_memory_than_there_is() -> None:
 
 
 def flags_of(address: int) -> list[str]:
-    """What the kernel does with the mapping that begins here (proc(5), VmFlags)."""
+    """The kernel's flags of the mapping that begins here (proc(5), VmFlags)."""
     at_it = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ")[0]:
@@ -78,7 +78,7 @@ def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(memory) == 8 << 20
 
 
-def test_what_stays_out_of_forks() -> None:
+def test_memory_excluded_from_forks() -> None:
     memory, other = aligned(PAGE), aligned(PAGE)
     memory[:] = other[:] = 3
     region = region_of(memory)

@@ -1,4 +1,4 @@
-"""Scripts that end without closing their writers: what was submitted is in the store, or it is said what is not."""
+"""Scripts that end without closing their writers: submitted steps are in the store, or an error names the others."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize(("writer", "end"), in_turn(list(WRITERS), list(ENDS)))
-def test_what_was_submitted_is_finished(tmp_path: Path, writer: str, end: str) -> None:
+def test_submitted_steps_are_finished(tmp_path: Path, writer: str, end: str) -> None:
     code, status, said = ENDS[end]
     done = run(f"{WRITERS[writer]}\n{code}", tmp_path / "store")
     assert done.returncode == status, done.stderr
@@ -131,7 +131,7 @@ fill(path + "/last", range(1, 4), deltas="auto")
     check(where, [])
 
 
-def test_what_was_heard_of_is_not_said_again(tmp_path: Path) -> None:
+def test_reported_errors_are_not_repeated(tmp_path: Path) -> None:
     code = """
 store, writer = fill(path, [])
 store.backend.open_sink = None
@@ -162,7 +162,7 @@ new.save(state(2), 2)
 
 @pytest.mark.parametrize("how", ["multiprocessing", "os.fork"])
 def test_a_fork_does_not_end_its_parents_writers(tmp_path: Path, how: str) -> None:
-    """It has none of their threads: it would wait for ever. Its own writers it does finish."""
+    """It has none of their threads: it would wait for ever. It does finish its own writers."""
     child = "fill(path + '/child', range(1, 4), deltas='auto')"
     forks = {
         "multiprocessing": f"""
@@ -207,7 +207,7 @@ print("ready", flush=True)
 """
 
 
-def test_who_waits_is_told_what_for(tmp_path: Path) -> None:
+def test_the_wait_is_reported_with_its_reason(tmp_path: Path) -> None:
     done = run(SLOW, tmp_path / "store", "1")
     assert done.returncode == 0
     assert f"ckptstore: {tmp_path / 'store'}: the interpreter ends once steps 2 to 3 (2) are written" in done.stderr
@@ -215,7 +215,7 @@ def test_who_waits_is_told_what_for(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_gives_up(tmp_path: Path) -> None:
-    """A medium that hangs holds no process up for longer than people want to wait."""
+    """A medium that hangs blocks no process for longer than people want to wait."""
     # A shell's background job begins with SIGINT ignored, and so do its children.
     begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + BEGIN + SLOW
     child: Any = subprocess.Popen(
@@ -243,7 +243,7 @@ def test_ctrl_c_gives_up(tmp_path: Path) -> None:
 
 
 def test_writers_that_come_and_go_while_the_interpreter_ends(tmp_path: Path) -> None:
-    """As other threads open and close them, at the worst moments: while those that are there are gone through."""
+    """Other threads open and close them at the worst moments: while the existing ones are being finished."""
     code = """
 import ckptstore.host.interpreter_exit as exiting
 
@@ -272,7 +272,7 @@ fill(path, [1])
     check(tmp_path / "store", [1])
 
 
-def test_a_thread_that_goes_on_saving_is_told_why_it_cannot(tmp_path: Path) -> None:
+def test_a_thread_that_continues_to_save_gets_the_reason(tmp_path: Path) -> None:
     code = """
 store, writer = fill(path, [1])
 def train():
@@ -290,7 +290,7 @@ threading.Thread(target=train).start()
 
 
 def test_a_writer_that_is_opened_while_the_interpreter_ends_is_refused(tmp_path: Path) -> None:
-    """Nobody would finish it: the writers that are finished were counted already."""
+    """Nothing would finish it: the list of writers to finish is already fixed."""
     code = """
 import ckptstore.host.interpreter_exit as exiting
 store, writer = fill(path, [1])
@@ -327,7 +327,8 @@ def test_a_closed_writer_is_let_go_of(tmp_path: Path) -> None:
 
 
 def test_sigterm_while_the_interpreter_ends(tmp_path: Path) -> None:
-    """What waits is being written already: the signal neither cuts that nor starts a thread, which 3.12 refuses."""
+    """Waiting steps are being written already: the signal neither interrupts that nor starts a thread, which 3.12
+    refuses."""
     code = SLOW.replace(
         "fill(path, [1], max_in_flight=4)", "fill(path, [1], max_in_flight=4, diffs=DiffOptions(batch=9))"
     )

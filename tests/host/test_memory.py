@@ -1,4 +1,4 @@
-"""Peak memory of saving and loading states that dwarf the staging budget, measured in fresh processes."""
+"""Peak memory of saving and loading states much larger than the staging budget, measured in fresh processes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_replaying_takes_the_budget_and_the_chunks_under_way(tmp_path: Path) -> 
             capture_output=True,
             text=True,
             check=False,
-            env=os.environ | {"CKPTSTORE_KERNELS": "numpy"},  # numba's own memory is not the question
+            env=os.environ | {"CKPTSTORE_KERNELS": "numpy"},  # numba's own memory is not tested
         )
         assert done.returncode == 0, done.stderr
         peaks[action] = int(done.stdout) / (1 << 20)

@@ -1,4 +1,4 @@
-"""A process that has ended is known to have, on its own host; of any other nobody here can tell."""
+"""The end of a process is known on its own host; of a process elsewhere nothing is known here."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_number_that_was_given_again_is_another_process() -> None:
     ],
 )
 def test_where_anything_differs_nobody_knows(change: dict[str, Any]) -> None:
-    """Otherwise the same as of a process that has certainly ended."""
+    """Everything else is as for a process that has certainly ended."""
     process = other()
     who = said(process)
     process.kill()

@@ -1,4 +1,4 @@
-"""Threads for the length of a `with`, and how many there are where nobody says it."""
+"""Threads for the duration of a `with`, and their default number."""
 
 from __future__ import annotations
 

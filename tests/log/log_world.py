@@ -1,4 +1,4 @@
-"""A medium that knows the true history of a log, and wrappers that lose, delay and repeat what is created on it.
+"""A medium that knows the true history of a log, and wrappers that lose, delay and repeat creates on it.
 
 The truth: the first create of slot n, made when exactly n slots have ever been created, is history. `World` keeps it
 and checks on every create that the protocol never leaves a gap.
@@ -34,8 +34,8 @@ from ckptstore.log.log_reader import Patience
 from ckptstore.log.term import Term
 
 Fate = Literal["ok", "lost answer", "late", "duplicate", "error"]
-"""What becomes of a create: done; done, but the answer is lost; done later, or never; done, and done again later; not
-done. Every other operation knows only ``ok`` and ``error``."""
+"""The fate of a create: done; done, but the answer is lost; done later, or never; done, and done again later; not done.
+All other operations have only ``ok`` and ``error``."""
 FATES: tuple[Fate, ...] = ("ok", "lost answer", "late", "duplicate", "error")
 
 HASTE = Patience(tries=2, sleep=lambda _seconds: None)
@@ -48,7 +48,7 @@ class World(MemoryBackend):
         fmt: its FORMAT.
         journal: both, as the protocol takes them.
         canon: the bytes of every slot of history.
-        net: creates that are still on their way.
+        net: creates that are still in flight.
     """
 
     def __init__(self, every: int = 4) -> None:
@@ -68,9 +68,9 @@ class World(MemoryBackend):
                 self.canon.append(data)
 
     def deliver(self, index: int) -> None:
-        """Let a create that is on its way arrive."""
+        """Let a create in flight take effect."""
         key, data = self.net.pop(index)
-        with contextlib.suppress(StorageError):  # it exists: nobody hears the refusal
+        with contextlib.suppress(StorageError):  # it exists: nobody receives the refusal
             self.create(key, data)
 
     def record(self, seq: int) -> Record:
@@ -91,7 +91,7 @@ class World(MemoryBackend):
 
 
 class FaultyBackend(Backend):
-    """A client's way to a `World`. `fate` decides what becomes of every operation."""
+    """A client's backend for a `World`. `fate` decides the outcome of every operation."""
 
     anchored = True  # a World is an object, not a name that others may take
 
@@ -131,7 +131,8 @@ class FaultyBackend(Backend):
         self.world.delete(key)
 
     def list(self, prefix: str) -> list[str]:
-        """Not atomic: what comes or goes between its two steps is seen or missed, as the second fate says."""
+        """Not atomic: objects that appear or vanish between its two steps are seen or missed, according to the second
+        fate."""
         self._pass("list", prefix)
         before = set(self.world.list(prefix))
         seen_late = self.fate("listed", prefix) != "ok"
@@ -166,13 +167,13 @@ class Stopped(BaseException):
 
 
 class Actor:
-    """A thread that stops before every operation on the medium until it is told to go on.
+    """A thread that stops before every operation on the medium until the test lets it continue.
 
     Attributes:
-        name: who it is.
-        backend: its way to the world.
+        name: of the actor.
+        backend: its backend for the world.
         at: the operation it waits before; None: it has ended.
-        error: what it ended with, if with an error.
+        error: the error that ended it, if any.
     """
 
     def __init__(self, world: World, name: str, work: Callable[[Backend], None]) -> None:
@@ -190,14 +191,14 @@ class Actor:
         self._waits.acquire()
 
     def step(self, fate: Fate = "ok") -> None:
-        """Let it do the operation it waits before, and wait until it waits before the next or has ended."""
+        """Let it do the operation it waits before; return when it waits before the next or has ended."""
         assert self.at is not None
         self._fate = fate
         self._go.release()
         self._waits.acquire()
 
     def finish(self) -> None:
-        """Let it do everything else, without faults."""
+        """Let it do all remaining operations, without faults."""
         for _ in range(10_000):
             if self.at is None:
                 return
@@ -223,14 +224,14 @@ class Actor:
         try:
             self._gate("start", "")
             self._work(self.backend)
-        except BaseException as error:  # noqa: BLE001  # handed to whoever looks at `error`
+        except BaseException as error:  # noqa: BLE001  # kept in `error` for the caller
             self.error = error
         self.at = None
         self._waits.release()
 
 
 def full(term: int, step: int, base: CheckpointId | None = None, **more: object) -> CommitRecord:
-    """A commit of one checkpoint in one segment (whose object nobody writes)."""
+    """A commit of one checkpoint in one segment (whose object is never written)."""
     segment = SegmentEntry(secrets.token_hex(16), term, 100, 64, secrets.token_hex(16))
     checkpoint = CheckpointEntry(term, step, secrets.token_hex(16), 1.0, 1, 10)
     kind = "full" if base is None else "delta"

@@ -1,4 +1,4 @@
-"""A medium that shows the beginnings of an object before it shows all of it, as of a file that is being written."""
+"""A medium that shows prefixes of an object before all of it, like a file that is being written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Reveal", "revealing"]
 
 
 class Reveal:
-    """Which objects are not whole yet, and how much of each is seen at one look after another.
+    """Which objects are incomplete, and how much of each is seen at successive looks.
 
     Attributes:
         cuts: key -> lengths that are seen next, in order. Then the object is whole; or, with `forever`, stays as it is.
@@ -26,11 +26,11 @@ class Reveal:
         self.lock = threading.Lock()
 
     def begin(self, key: str, cuts: Sequence[int], *, forever: bool = False) -> None:
-        """From now on `key` is on its way."""
+        """From now on `key` is being written."""
         self.cuts[key], self.forever = list(cuts), forever
 
     def seen(self, key: str, data: bytes) -> bytes:
-        """What a look at `key` sees, which holds `data` in truth."""
+        """The bytes that a look at `key` sees; it really holds `data`."""
         with self.lock:
             left = self.cuts.get(key)
             if not left:
@@ -41,7 +41,7 @@ class Reveal:
 
 
 def revealing(backend: Backend, reveal: Reveal) -> Any:
-    """The same handle, whose `get` shows what `reveal` says."""
+    """The same handle, whose `get` shows the prefixes of `reveal`."""
     kind: Any = type(backend)
     if hasattr(backend, "reveal"):
         kind = kind.__bases__[0]

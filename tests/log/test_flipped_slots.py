@@ -1,6 +1,6 @@
 """Every byte of every slot of small stores is flipped, every slot is deleted: `latest` is as before, or an error.
 
-Stores with a term that goes back, one whose parent is retired, and commits that ended out of order.
+The stores have a term that goes back, one whose parent is retired, and commits that ended out of order.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_no_damaged_slot_makes_an_older_step_the_latest(name: str, tmp_path: Pat
             except CorruptLogError:
                 errors += 1
         path.unlink()
-        if path != slots[-1]:  # of the last one nothing shows that it was there
+        if path != slots[-1]:  # nothing proves that the last one existed
             try:
                 assert latest(folder) == whole, path.name
             except CorruptLogError:
@@ -97,7 +97,7 @@ def test_no_damaged_slot_makes_an_older_step_the_latest(name: str, tmp_path: Pat
 
 
 def test_a_store_of_the_conformance_set(tmp_path: Path) -> None:
-    """The one in which a flipped byte once made an older step the latest."""
+    """The store in which a flipped byte once made an older step the latest."""
     folder = shutil.copytree(Path(__file__).parents[1] / "golden" / "conformance" / "back", tmp_path / "store")
     path = folder / slot_key(2)
     data = bytearray(path.read_bytes())

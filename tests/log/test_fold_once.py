@@ -1,4 +1,4 @@
-"""A fold is read and decoded once by a store's handle, not once by each operation."""
+"""A store's handle reads and decodes a fold once, not once for each operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.golden.make_conformance import make_folded
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The folds that are decoded, one after the other."""
+    """The decoded folds, one after the other."""
     found: list[str] = []
     decode = log_reader.decode_fold
 
@@ -46,7 +46,7 @@ def test_a_fold_is_read_once(tmp_path: Path, decoded: list[str]) -> None:
 
 
 def test_damage_behind_a_fold_stays_with_the_view_that_met_it(tmp_path: Path, decoded: list[str]) -> None:
-    """What a reading adds to a fold's catalog is its own."""
+    """A reading's additions to a fold's catalog are its own."""
     make_folded(tmp_path / "store")
     store = ckptstore.open(tmp_path / "store")
     whole = store.view()

@@ -1,4 +1,4 @@
-"""Folds and what they let go: anchors, OPENs and whatever a reader may still need stay."""
+"""Folds and the slots that they let go: anchors, OPENs and everything that a reader may still need stay."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_failed_fold_does_not_touch_the_term() -> None:
     assert fold_writer.maintain(term)
 
 
-def test_what_was_seen_is_made_durable_before_anything_goes() -> None:
+def test_seen_records_are_made_durable_before_any_deletion() -> None:
     world = World()
     term = opened(world)
     done: list[str] = []

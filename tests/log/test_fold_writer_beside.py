@@ -1,4 +1,4 @@
-"""A writer folds beside its saves: they wait for no fold, and no fold fails one."""
+"""A writer folds beside its saves: they wait for no fold, and no fold makes one fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DUE = 64
 
 
 class Slow(MemoryBackend):
-    """A medium on which the creation of a fold waits until it may go on; it may fail, too."""
+    """A medium on which the creation of a fold waits until the test releases it; it may fail, too."""
 
     def __init__(self) -> None:
         super().__init__(uuid.uuid4().hex)
@@ -100,13 +100,13 @@ def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
     with Store(medium).writer(poll_seconds=None) as writer:
         save(writer, 1, DUE)
         assert medium.begun.acquire(timeout=120)
-    assert medium.folds() == []  # it is under way still
+    assert medium.folds() == []  # it is still in progress
     medium.may_go_on.set()
-    until(medium.folds)  # a late one is as true as any
+    until(medium.folds)  # a late fold is as true as any other
 
 
 @pytest.mark.parametrize("error", [StorageError("the disk is full"), ValueError("a bug")], ids=["medium", "bug"])
-def test_a_fold_that_fails_fails_no_save_and_is_said(error: Exception) -> None:
+def test_a_failed_fold_fails_no_save_and_is_reported(error: Exception) -> None:
     medium = Slow()
     medium.may_go_on.set()
     medium.failing = error
@@ -124,7 +124,7 @@ def test_a_fold_that_fails_fails_no_save_and_is_said(error: Exception) -> None:
     assert Store(medium).load() == {"step": 3 * DUE}
 
 
-def test_a_failure_is_said_on_closing_at_the_latest() -> None:
+def test_a_failure_is_reported_on_closing_at_the_latest() -> None:
     medium = Slow()
     medium.failing = StorageError("the disk is full")
     with warnings.catch_warnings(record=True) as said:

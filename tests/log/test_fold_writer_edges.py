@@ -1,4 +1,4 @@
-"""Folding where one thing is to be deleted and another is not."""
+"""Folding at the limit between slots that are deleted and slots that stay."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_fold_goes_where_no_slot_does() -> None:
 
 
 def test_a_manifest_of_the_very_slot_that_a_fold_goes_through_is_forgotten_with_it() -> None:
-    """The newest fold is damaged: the one below it still names a manifest that went with its slot."""
+    """The newest fold is damaged: the one below it still names a manifest that was deleted with its slot."""
     world = World(every=4)
     term = opened(world)
     save(term, 1)

@@ -85,7 +85,7 @@ class TestRead:
         world = World()
         first = opened(world, scripted(world, ["ok", "ok", "duplicate"]))
         save(first, 1)
-        save(first, 2)  # its duplicate is on its way
+        save(first, 2)  # its duplicate is in flight
         for step in range(3, 20):
             save(first, step)
             fold_writer.fold(world.journal, first.view())
@@ -122,7 +122,7 @@ class TestRead:
             save(writer, len(world.canon) + 4)
         fold_writer.trim(world.journal, writer.view())
         assert slot_key(3) not in world.list("log/")
-        slow.step()  # OPEN of term 2 lands in slot 3, which was deleted
+        slow.step()  # OPEN of term 2 arrives in slot 3, which was deleted
         reader.step()  # and is read as if it were history
         reader.finish()
         assert found[0].catalog == world.catalog()
@@ -184,7 +184,7 @@ class TestDamage:
             save(term, step)
         return world, term
 
-    def test_reading_goes_on_after_a_damaged_slot(self) -> None:
+    def test_reading_continues_after_a_damaged_slot(self) -> None:
         world, _ = self.store()
         world.damage(slot_key(3))
         found = view(world)
@@ -261,7 +261,7 @@ class TestDamage:
         assert found.damage == (3, 4)
         assert (1, 9) not in found.catalog.checkpoints
 
-    def test_a_damaged_view_is_not_folded_until_someone_chose_where_to_go_on(self) -> None:
+    def test_a_damaged_view_is_not_folded_until_a_parent_was_chosen(self) -> None:
         world, _ = self.store()
         world.damage(slot_key(6))
         with pytest.raises(CorruptLogError, match="not folded"):
@@ -301,7 +301,7 @@ class TestOpen:
         assert save(term, 1)
         assert len(world.canon) == 2
 
-    def test_who_loses_the_race_starts_over_above_the_winner(self) -> None:
+    def test_the_loser_of_a_race_starts_over_above_the_winner(self) -> None:
         world = World()
         terms: list[Term] = []
         slow = Actor(world, "slow", lambda backend: terms.append(opened(world, backend)))
@@ -495,7 +495,7 @@ class TestCommit:
         save(term, 6)
         assert len(world.canon) == 3
 
-    def test_what_memory_holds_is_what_readers_read(self) -> None:
+    def test_the_catalog_in_memory_equals_the_read_one(self) -> None:
         world = World()
         term = opened(world)
         save(term, 1, extra={"shape": (1, 2)})

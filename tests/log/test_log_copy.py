@@ -1,4 +1,4 @@
-"""A log that is made again elsewhere: what a crash, a failed sync or another process takes from it is not believed."""
+"""A log that is made again elsewhere: slots that a crash, a failed sync or another process may remove do not count."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLACE = "/data/copy"
 
 
 def test_a_record_where_a_slot_was_folded_away_is_none() -> None:
-    """Two processes make one log in a bucket. What the slower one adds has the number of a slot that is deleted."""
+    """Two processes make one log in a bucket. The slot that the slower one adds has the number of a deleted slot."""
     world = World(every=4)
     origin = CopyOrigin(world.fmt, "copy", "all")
     fast = LogCopy(world, origin)
@@ -60,7 +60,7 @@ def source() -> Iterator[Store]:
 
 @pytest.fixture
 def made(source: Store) -> Iterator[Image]:
-    """A disk with a copy of the store, which has saved one more step since, and says nothing after that."""
+    """A disk with a copy of the store, which has saved one more step since, and reports nothing after that."""
     disk = RecordingPosix()
     copy(source.journal, LocalBackend(PLACE, disk))
     with source.writer(poll_seconds=None) as writer:
@@ -69,7 +69,7 @@ def made(source: Store) -> Iterator[Image]:
 
 
 def check_cuts(disk: RecordingPosix) -> None:
-    """Both steps are there, wherever the power is cut from now on."""
+    """Check that both steps are there, wherever the power is cut from now on."""
     begin = len(disk.history)
     disk.acknowledge("both")
     for cut in crash_states(disk, limit=20, begin=begin):
@@ -79,10 +79,8 @@ def check_cuts(disk: RecordingPosix) -> None:
             assert store.load(2, framework="numpy")["step"] == 2
 
 
-def test_what_is_there_of_one_that_was_killed_is_made_durable_before_it_is_taken_for_copied(
-    source: Store, made: Image
-) -> None:
-    """Its last slot can be seen, and a power cut takes it."""
+def test_slots_of_a_killed_copy_are_made_durable_before_they_count(source: Store, made: Image) -> None:
+    """Its last slot is visible, and a power cut removes it."""
     killed = True
     kills = 0
     while killed:

@@ -1,4 +1,4 @@
-"""OPEN and COMMIT: what is settled, how often something is tried, and what is said where a parent is lost."""
+"""OPEN and COMMIT: settling, the number of tries, and the error for a lost parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.log.log_world import HASTE, Fate, FaultyBackend, World, save
 
 
 class Noted(FaultyBackend):
-    """A way to a `World` that notes what is asked of it; creates in ``log/`` meet `fates` in turn."""
+    """A backend for a `World` that records its calls; creates in ``log/`` meet `fates` in turn."""
 
     def __init__(self, world: World, *fates: Fate) -> None:
         self.asked: list[str] = []
@@ -56,7 +56,7 @@ def test_a_slot_is_settled_where_it_was_only_read_back(fates: tuple[Fate, ...], 
     assert len(world.canon) == 2
 
 
-def test_what_another_wrote_is_not_settled() -> None:
+def test_records_of_others_are_not_settled() -> None:
     world = World()
     backend = Noted(world)
     term = opened(backend, world)
@@ -79,7 +79,7 @@ def test_a_create_is_tried_so_often_with_growing_pauses_and_none_at_the_end() ->
     numbers = random.getstate()
     with pytest.raises(CommitUnknownError):
         save(term, 1)
-    assert random.getstate() == numbers  # they are the training script's
+    assert random.getstate() == numbers  # they belong to the training script
     assert backend.of("create") == [slot_key(0)] + [slot_key(1)] * 4
     assert len(paused) == 3
     for found, longest in zip(paused, (1.0, 2.0, 3.0), strict=True):
@@ -95,7 +95,7 @@ def test_the_last_try_counts() -> None:
 
 
 def lost(world: World, *damaged: int) -> CorruptLogError:
-    """What is said when the newest checkpoint is chosen, and what it builds on is in a damaged slot."""
+    """The error when the newest checkpoint is chosen, and its base is in a damaged slot."""
     for seq in damaged:
         world.damage(slot_key(seq))
     with pytest.raises(CorruptLogError) as refused:
@@ -111,7 +111,7 @@ def lost(world: World, *damaged: int) -> CorruptLogError:
         ((2, 3), "is lost with log slot 2, 3, which is damaged; the newest that can is 1@1: name it as parent"),
     ],
 )
-def test_a_parent_that_is_lost_is_told_with_the_newest_that_is_not(damaged: tuple[int, ...], said: str) -> None:
+def test_a_lost_parent_is_reported_with_the_newest_intact_one(damaged: tuple[int, ...], said: str) -> None:
     world = World(every=1000)
     term = opened(world, world)
     base = save(term, 1)

@@ -1,10 +1,11 @@
 """Two and three writers, readers and folders at once over one medium, each stalled before every operation for any time.
 
-Hypothesis chooses who moves, and which creates lose their answer, land late, land twice or fail. What must hold:
+Hypothesis chooses which actor moves, and which creates lose their answer, arrive late, arrive twice or fail. The
+invariants:
 
 - the slots that were created first are a legal history: terms go up, and after a newer OPEN nobody commits to an older;
 - whatever was acknowledged is in that history for ever, so a fenced writer never acknowledges again;
-- a writer that stops as fenced was fenced, and one that does not know had a reason;
+- a writer that stops as fenced was fenced, and one that does not know the outcome had a reason;
 - a reader's view is the history, exactly, at one instant of the read.
 """
 
@@ -28,14 +29,14 @@ from ckptstore.log.term import Term, View, open_term, read
 from tests.forms import short_or
 from tests.log.log_world import FATES, Actor, Fate, World, full, segments_of
 
-# Enough tries that no schedule of a run exhausts them: each needs slots folded and deleted under the reader's feet.
+# More tries than any schedule of a run can exhaust: each needs slots that are folded and deleted during the read.
 PATIENCE = Patience(tries=30, sleep=lambda _seconds: None)
 RESENDS = Patience(tries=2, sleep=lambda _seconds: None)
 
 
 @dataclass
 class WriterLife:
-    """What one writer has been through."""
+    """The history of one writer."""
 
     actor: Actor = field(init=False)
     term: Term | None = None
@@ -46,7 +47,7 @@ class WriterLife:
 
 @dataclass
 class ReaderLife:
-    """One READ: the length of the history when it began, and what it found."""
+    """One READ: the length of the history when it began, and the result."""
 
     began: int
     actor: Actor = field(init=False)
@@ -59,7 +60,7 @@ def latest(catalog: Catalog) -> CheckpointId | None:
 
 
 def write(world: World, life: WriterLife, backend: Backend, commits: int) -> None:
-    """A writer's whole life: open, then commit. It does not give up when it is told to stop, but nobody listens."""
+    """A writer's whole life: open, then commit. It does not give up after an error, but every later commit fails."""
     life.term = open_term(Journal(backend, world.fmt), latest, patience=PATIENCE)
     life.term.patience = RESENDS
     for _ in range(commits):
@@ -75,7 +76,7 @@ def write(world: World, life: WriterLife, backend: Backend, commits: int) -> Non
 
 
 def commit(life: WriterLife) -> None:
-    """Save the next step, often on the last one, and retire one that is older than two and that nothing builds on."""
+    """Save the next step, often on the last one, and retire one that is more than two steps older and no base."""
     term = life.term
     assert term is not None
     last = latest(term.catalog)
@@ -91,7 +92,7 @@ def _built_on(catalog: Catalog, node: tuple[int, int]) -> bool:
 
 
 class LogMachine(RuleBasedStateMachine):
-    """One store under everything at once."""
+    """One store under all actors at once."""
 
     @initialize(every=st.integers(1, 5))
     def begin(self, every: int) -> None:
@@ -104,7 +105,7 @@ class LogMachine(RuleBasedStateMachine):
         self.damaged = False
         self.steady = WriterLife()
 
-    # ---- who begins
+    # ---- starting actors
 
     @precondition(lambda self: sum(life.actor.at is not None for life in self.writers) < 3)
     @rule(commits=st.integers(0, 30))
@@ -137,7 +138,7 @@ class LogMachine(RuleBasedStateMachine):
 
         self.folders.append(Actor(self.world, "folder", work))
 
-    # ---- who moves, and what the medium does
+    # ---- moves of actors and the medium
 
     def actors(self) -> list[Actor]:
         lives: list[WriterLife | ReaderLife] = [*self.writers, *self.readers]
@@ -147,7 +148,7 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.actors())
     @rule(who=st.integers(0, 9), steps=st.integers(1, 12))
     def move(self, who: int, steps: int) -> None:
-        """Some steps of one actor; everybody else is stalled."""
+        """Some steps of one actor; all others are stalled."""
         waiting = self.actors()
         actor = waiting[who % len(waiting)]
         for _ in range(steps):
@@ -158,7 +159,7 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.actors())
     @rule(who=st.integers(0, 9), slots=st.integers(0, 3))
     def move_to_slot(self, who: int, slots: int) -> None:
-        """One actor goes on until it is about to touch a slot at or near the end of the log, and stalls there."""
+        """One actor continues until it is about to use a slot at or near the end of the log, and stalls there."""
         waiting = self.actors()
         actor = waiting[who % len(waiting)]
         goal = {("get", slot_key(len(self.world.canon) - slots)), ("create", slot_key(len(self.world.canon)))}
@@ -170,7 +171,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(commits=st.integers(1, 7), trims=st.booleans())
     def churn(self, commits: int, trims: bool) -> None:
-        """Meanwhile, at one go: the newest term commits, folding after each, and what is folded is deleted."""
+        """Meanwhile, at once: the newest term commits, folding after each commit, and folded slots are deleted."""
         for _ in range(commits):
             self.commit_one()
             self.learn()
@@ -180,7 +181,7 @@ class LogMachine(RuleBasedStateMachine):
             fold_writer.trim(self.world.journal, read(self.world.journal, patience=PATIENCE))
 
     def commit_one(self) -> None:
-        """One commit of whoever owns the newest term; if nobody who lives does, of a writer that opens one."""
+        """One commit of the owner of the newest term; if no living writer owns it, of a writer that opens one."""
         for life in self.writers:
             if life.actor.at and life.term and life.term.number == self.history.catalog.term and not life.term.dead:
                 before = len(life.acknowledged)
@@ -194,7 +195,7 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.actors())
     @rule(who=st.integers(0, 9))
     def finish(self, who: int) -> None:
-        """Everything that one actor has left to do, at one go."""
+        """All remaining operations of one actor, at once."""
         waiting = self.actors()
         waiting[who % len(waiting)].finish()
         self.learn()
@@ -202,7 +203,7 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(life.actor.at for life in self.writers))
     @rule(who=st.integers(0, 2), fate=st.sampled_from(FATES[1:]), again=st.integers(0, 2))
     def trouble(self, who: int, fate: Fate, again: int) -> None:
-        """A writer goes on until it is about to create a slot. That create, and perhaps the next ones, meet a fate."""
+        """A writer continues until it is about to create a slot. That create, and maybe the next ones, meet a fate."""
         waiting = [life for life in self.writers if life.actor.at]
         life = waiting[who % len(waiting)]
         for _ in range(again + 1):
@@ -217,7 +218,7 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(actor.at and actor.at[0] in ("get", "listed") for actor in self.actors()))
     @rule(who=st.integers(0, 9))
     def trouble_reading(self, who: int) -> None:
-        """A GET fails, or a listing shows what came and not what went while it ran."""
+        """A GET fails, or a listing shows objects that appeared, and omits those that vanished, while it ran."""
         busy = [actor for actor in self.actors() if actor.at and actor.at[0] in ("get", "listed")]
         busy[who % len(busy)].step("error")
         self.learn()
@@ -225,7 +226,7 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.net)
     @rule(which=st.integers(0, 9))
     def deliver(self, which: int) -> None:
-        """A late or duplicated create lands."""
+        """A late or duplicated create takes effect."""
         self.world.deliver(which % len(self.world.net))
         self.learn()
 
@@ -236,10 +237,10 @@ class LogMachine(RuleBasedStateMachine):
         self.damaged = True
         self.world.damage(self.world.list("fold/")[-which:][0])
 
-    # ---- what must hold
+    # ---- invariants
 
     def learn(self) -> None:
-        """Check what is new in the history against the rules of terms, and fold it into the true catalogs."""
+        """Check the new part of the history against the rules of terms, and fold it into the true catalogs."""
         while len(self.catalogs) <= len(self.world.canon):
             seq = len(self.catalogs) - 1
             record, term = self.world.record(seq), self.history.catalog.term
@@ -285,7 +286,7 @@ class LogMachine(RuleBasedStateMachine):
             assert actor.error is None or isinstance(actor.error, StorageError)
 
     def teardown(self) -> None:
-        """Everybody is killed; the store is whole, and the next writer goes on from the end of the history."""
+        """All actors are killed; the store is whole, and the next writer continues from the end of the history."""
         if not hasattr(self, "world"):
             return
         for actor in self.actors():

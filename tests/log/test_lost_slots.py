@@ -1,4 +1,4 @@
-"""Slots that are gone, foreign, or damaged where it matters: never an older checkpoint without a word."""
+"""Slots that are gone, foreign, or damaged at a critical place: never silently an older checkpoint."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TestLostSlots:
         assert {found.key for found in report.damage} == {slot_key(seq) for seq in lost}
 
     def test_latest_behind_a_gap_is_refused_and_writing_needs_a_choice(self, store: Store) -> None:
-        # All that is left of the newest term is a record without checkpoints.
+        # The newest term has only a record without checkpoints left.
         with store.writer(poll_seconds=None) as writer:
             writer.save(state(7), 7)
         top = store.view().end - 1
@@ -128,7 +128,7 @@ class TestLostSlots:
         world.damage(slot_key(2))
         before = read(world.journal, patience=HASTE)
         assert before.damage == (2,)
-        world.cheap_looks = False  # else the writer sees it, too, and stops
+        world.cheap_looks = False  # otherwise the writer sees it, too, and stops
         save(term, 3)
         after = read(world.journal, before, HASTE)
         assert (1, 3) in after.catalog.checkpoints
@@ -147,7 +147,7 @@ class TestChain:
 
     @pytest.mark.parametrize("kind", ["OPEN", "COMMIT"])
     @pytest.mark.parametrize("folded", [False, True])
-    def test_what_continues_another_log_is_not_applied(self, kind: str, folded: bool) -> None:
+    def test_records_of_another_log_are_not_applied(self, kind: str, folded: bool) -> None:
         world = World()
         term = open_term(world.journal, None, patience=HASTE)
         kept = save(term, 1)
@@ -190,7 +190,7 @@ class TestChain:
         save(old, 2)
         found = read(world.journal, patience=HASTE, look_above=True)
         assert (found.fold_seq, found.damage) == (2, (2,))
-        world.damage(slot_key(2))  # what is not readable proves nothing against the fold
+        world.damage(slot_key(2))  # an unreadable slot proves nothing against the fold
         assert read(world.journal, patience=HASTE, look_above=True).damage == ()
 
     def test_writing_on_after_a_damaged_slot_names_the_bytes_that_are_there(self) -> None:
@@ -215,7 +215,7 @@ class TestOlderCopy:
         return tmp_path / "run"
 
     def put_back(self, place: Path, copy: Path) -> None:
-        """The folders stay the same, and the files in them go back."""
+        """The folders stay the same, and the files in them return to their old contents."""
         for path in place.rglob("*"):
             if path.is_file() and not (copy / path.relative_to(place)).exists():
                 path.unlink()
@@ -263,7 +263,7 @@ class TestOlderCopy:
             assert ckptstore.verify(store).ok
             new.close()
             return
-        store.backend.cheap_looks = False  # a medium where each look costs a request: the readers have to find out
+        store.backend.cheap_looks = False  # a medium where each look costs a request: the readers must detect it
         old.save(state(30), 3)
         new.save(state(2), 2)
         store.backend.cheap_looks = True
@@ -275,7 +275,7 @@ class TestOlderCopy:
         with pytest.raises(FencedError):
             new.save(state(3), 3)
 
-    def test_what_stands_above_a_gap_is_not_the_newer_terms(self, place: Path, tmp_path: Path) -> None:
+    def test_records_above_a_gap_do_not_belong_to_the_newer_term(self, place: Path, tmp_path: Path) -> None:
         store = ckptstore.open(place)
         store.writer(poll_seconds=None).close()
         shutil.copytree(place, tmp_path / "copy")
@@ -317,7 +317,7 @@ class TestLostParent:
         with pytest.raises(CorruptLogError, match="continues from 6@1"):
             store.load("latest")
 
-    def test_a_term_with_checkpoints_of_its_own_stands(self, store: Store) -> None:
+    def test_a_term_with_its_own_checkpoints_remains_valid(self, store: Store) -> None:
         with store.writer(poll_seconds=None) as writer:
             writer.save(state(7), 7)
         damage(store, store.view().catalog.slots[1, 6])
@@ -369,7 +369,7 @@ class TestSteps:
 
 
 class TestAudit:
-    """`verify` looks where readers, who begin from a fold, do not."""
+    """`verify` checks slots that readers, which begin from a fold, skip."""
 
     def long(self, slots: int) -> Store:
         """A store with K = 4 that was folded and trimmed as far as the rules allow."""
@@ -388,7 +388,7 @@ class TestAudit:
         """Of the log alone: these segments have no objects."""
         return {found.key: found.what for found in ckptstore.verify(store).damage if found.key.startswith("log/")}
 
-    def test_what_folding_deleted_is_not_missed(self) -> None:
+    def test_slots_that_folding_deleted_are_not_missed(self) -> None:
         store = self.long(20)
         assert len(store.backend.list("log/")) < 15
         assert self.log_damage(store) == {}
@@ -423,7 +423,7 @@ class TestAudit:
 
 
 class TestLostEnd:
-    """The last slots are gone: their terms' segments say so, where there are newer terms."""
+    """The last slots are gone: their terms' segments prove it, if they belong to newer terms."""
 
     def cut(self, store: Store, end: int) -> None:
         for seq in range(end, store.view().end):
@@ -480,7 +480,8 @@ class TestLostEnd:
         with pytest.raises(CorruptLogError, match=r"no checkpoint is intact\n`ckpt repair") as lost:
             place.load("latest")
         hint = f"`ckpt repair {shlex.quote(place.url)} DST` builds a store from what the segments still contain"
-        assert lost.value.__notes__ == [hint]  # no checkpoint to be named: what to do instead, with the real place
+        # No checkpoint to name: the error gives another remedy, with the real place.
+        assert lost.value.__notes__ == [hint]
         with pytest.raises(ckptstore.CheckpointNotFoundError, match="is left") as gone:
             place.load(6)
         assert gone.value.__notes__ == [hint]
@@ -527,7 +528,7 @@ class TestForeignFolder:
 
 
 def test_a_slot_that_appears_while_it_is_looked_for_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was absent when it was asked for, and its follower was there a moment later: it is asked for again."""
+    """It was absent in the first query, and its follower existed a moment later: it is queried again."""
     world = World()
     term = open_term(world.journal, None, patience=HASTE)
     for step in (1, 2):
@@ -546,7 +547,7 @@ def test_a_slot_that_appears_while_it_is_looked_for_is_no_gap(monkeypatch: pytes
 
 
 def test_a_stray_where_slots_were_deleted_is_stale_and_no_damage() -> None:
-    """An old view goes on at a slot that has been folded and deleted, where a late create of somebody has landed."""
+    """An old view continues at a slot that has been folded and deleted, where another late create has taken effect."""
     world = World(every=4)
     term = open_term(world.journal, None, patience=HASTE)
     for step in (1, 2):
@@ -570,7 +571,7 @@ def test_a_stray_where_slots_were_deleted_is_stale_and_no_damage() -> None:
 
 @pytest.mark.parametrize("look_above", [True, False])
 def test_another_record_where_a_fold_ends_is_damage_to_every_reader(store: Store, look_above: bool) -> None:
-    """Also to one that lists nothing: its `latest` would be older than what the other writer has begun."""
+    """Also to a reader that lists nothing: its `latest` would be older than the other writer's new term."""
     view = store.view()
     fold_writer.fold(store.journal, view)
     end = view.end - 1

@@ -1,4 +1,4 @@
-"""A slot, pin, request, fold or FORMAT that is being written is not damage to whoever reads beside the writer."""
+"""A slot, pin, request, fold or FORMAT that is being written is not damage to readers beside the writer."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from tests.forms import LONG, short_or
 from tests.log.revealing import Reveal, revealing
 from tools.objects.server import Server
 
-STILL_FOR_USERS = partial_objects.STILL  # when this is imported; while tests run it is less
+STILL_FOR_USERS = partial_objects.STILL  # the imported value; it is shorter while tests run
 
 damaged = pytest.mark.filterwarnings("ignore::ckptstore.DamagedLogWarning")
-"""Of tests in which a slot stays torn."""
+"""For tests in which a slot stays torn."""
 
 Maker = Callable[[str], ckptstore.Store]
 
@@ -133,10 +133,10 @@ def cuts(data: bytes) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_newest_slot_on_its_way_is_waited_for(make: Maker, reader: str) -> None:
-    """Each prefix of it x every reader x every medium: what it says is what it says of the whole slot.
+def test_a_partly_written_newest_slot_is_waited_for(make: Maker, reader: str) -> None:
+    """Each prefix of it x every reader x every medium: the result is that of the whole slot.
 
-    A reader does the same with a prefix on every medium: in CI all of them are shown in memory, and two elsewhere.
+    A reader treats a prefix alike on every medium: in CI all prefixes are shown in memory, and two elsewhere.
     """
     plain = make("run")
     filled(plain)
@@ -160,7 +160,7 @@ def test_a_newest_slot_on_its_way_is_waited_for(make: Maker, reader: str) -> Non
 
 
 @pytest.mark.parametrize("reader", ["latest_step", "verify", "writer"])
-def test_a_format_file_on_its_way_is_waited_for(make: Maker, reader: str) -> None:
+def test_a_partly_written_format_file_is_waited_for(make: Maker, reader: str) -> None:
     plain = make("run")
     plain.journal.create()
     size = len(plain.backend.get(FORMAT_KEY))
@@ -171,7 +171,7 @@ def test_a_format_file_on_its_way_is_waited_for(make: Maker, reader: str) -> Non
         READERS[reader](store, make)
         assert reveal.looks[FORMAT_KEY] == len(lengths)
         if reader == "writer":
-            break  # there are slots from now on, so that FORMAT cannot be on its way
+            break  # slots exist from now on, so FORMAT cannot be in progress
 
 
 def test_pins_on_their_way_are_waited_for(make: Maker) -> None:
@@ -236,8 +236,8 @@ def test_the_doctor_reports_a_fold_that_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("medium", ["local", "fsspec"])
-def test_a_segment_on_its_way_is_no_damage(tmp_path: Path, medium: str) -> None:
-    """Its name may be there before its bytes. A record names it only when it is whole."""
+def test_a_partly_written_segment_is_no_damage(tmp_path: Path, medium: str) -> None:
+    """Its name may exist before its bytes. A record names it only when it is whole."""
     filesystem = fsspec.filesystem("file") if medium == "fsspec" else None
     store = ckptstore.open(str(tmp_path / "run"), filesystem=filesystem)
     filled(store)
@@ -255,7 +255,7 @@ def test_a_segment_on_its_way_is_no_damage(tmp_path: Path, medium: str) -> None:
 @damaged
 @pytest.mark.parametrize("reader", ["verify", "repair"])
 def test_a_slot_that_is_slower_than_readers_wait_is_looked_at_again_in_the_end(make: Maker, reader: str) -> None:
-    """Its writer was stopped, and is done before what takes long is: nothing is damaged, and nothing is cut off."""
+    """Its writer was stopped, and finishes before the slow part of the operation: nothing is damaged or cut off."""
     filled(make("run"))
     reveal = Reveal()
     store = watched(make("run"), reveal)
@@ -276,7 +276,7 @@ def test_a_slot_that_is_slower_than_readers_wait_is_looked_at_again_in_the_end(m
 
 @pytest.mark.parametrize("reader", ["verify", "repair"])
 def test_slots_that_are_folded_and_deleted_meanwhile_are_no_damage(tmp_path: Path, reader: str) -> None:
-    """READ starts over, as for everybody else; its first listing of folds is older than what follows."""
+    """READ starts over, as in other cases; its first listing of folds is older than the later reads."""
     root = tmp_path / "run"
     ckptstore.open(root, create=True)
     (root / "FORMAT").write_bytes(encode_format(FormatFile("a" * 32, anchor_every=4)))
@@ -314,7 +314,7 @@ def test_slots_that_are_folded_and_deleted_meanwhile_are_no_damage(tmp_path: Pat
 
 @damaged
 def test_a_slot_that_a_dead_writer_tore_is_damage_after_a_bounded_time(make: Maker) -> None:
-    """As before: `latest` is an error, a step can be named, and a writer opens there. It is waited for once."""
+    """`latest` is an error, a step can be named, and a writer opens there. The wait happens once."""
     plain = make("run")
     filled(plain)
     reveal = Reveal()
@@ -354,7 +354,7 @@ def test_a_pin_that_a_dead_reader_tore_is_unreadable_and_waited_for_once(make: M
 
 @damaged
 def test_a_follower_finds_a_slot_whole_that_was_slow(make: Maker) -> None:
-    """Its writer was stopped for longer than anybody waits. The slot counts as soon as it is whole."""
+    """Its writer was stopped for longer than any wait. The slot counts as soon as it is whole."""
     plain = make("run")
     filled(plain)
     reveal = Reveal()
@@ -373,7 +373,7 @@ def test_a_follower_finds_a_slot_whole_that_was_slow(make: Maker) -> None:
 
 @damaged
 def test_a_term_that_was_opened_over_a_slow_slot_is_void(make: Maker) -> None:
-    """The slot was torn when the log was read, and is whole when the OPEN is there: what it holds counts."""
+    """The slot was torn when the log was read, and is whole when the OPEN exists: its record counts."""
     plain = make("run")
     filled(plain)
     end = plain.view().end
@@ -399,7 +399,7 @@ def test_a_term_that_was_opened_over_a_slow_slot_is_void(make: Maker) -> None:
 
 @damaged
 def test_a_slot_that_was_given_up_is_read_again_when_its_successor_is_found(make: Maker) -> None:
-    """Its writer was stopped, and has gone on: it made the slot whole, and the next one, while the log was read."""
+    """Its writer was stopped, and has continued: it completed the slot, and the next one, while the log was read."""
     plain = make("run")
     filled(plain)
     newest = slot_of(newest_slot(plain)) or 0
@@ -434,7 +434,7 @@ def test_a_slot_that_was_given_up_is_read_again_when_its_successor_is_found(make
 
 
 class Stopped(LocalFileSystem):
-    """Files that are made by parts, and a process that is stopped in the middle of a slot until somebody goes on."""
+    """Files made in parts, and a process that is stopped in the middle of a slot until the test continues it."""
 
     protocol = "stopped"
     link = None
@@ -463,7 +463,7 @@ def on_parts(folder: Path) -> ckptstore.Store:
 
 @damaged
 def test_a_commit_over_which_a_term_was_opened_is_not_acknowledged(tmp_path: Path) -> None:
-    """The next term, and every fold of it, lacks what the slot holds. So its writer must not say that it counts."""
+    """The next term, and every fold of it, lacks the slot's record. So its writer must not report it as committed."""
     store = on_parts(tmp_path / "run")
     other = ckptstore.open(tmp_path / "run")
     with store.writer(poll_seconds=None) as writer:
@@ -569,7 +569,7 @@ def test_a_copy_over_which_somebody_went_on_is_not_acknowledged(tmp_path: Path) 
 
 
 def run_of(*found: bytes) -> tuple[list[float], bytes]:
-    """Pauses that were made, and what came of it; the last one is found again and again."""
+    """The pauses, and the result; the last look is repeated again and again."""
     left, pauses = list(found), list[float]()
     data = read_when_complete(lambda: left.pop(0) if len(left) > 1 else left[0], torn, sleep=pauses.append)
     return pauses, data
@@ -601,7 +601,7 @@ def test_a_successor_makes_it_damage_at_once_unless_it_is_whole_by_then() -> Non
         assert (left, pauses) == ([], [])
 
 
-def test_what_is_torn() -> None:
+def test_torn_texts() -> None:
     text = seal({"text": "a", "more": [1, 2, "ü\n\0"]})
     assert all(torn(text[:length]) for length in range(len(text)))
     assert not torn(text)
@@ -612,11 +612,11 @@ def test_what_is_torn() -> None:
     assert not torn(text + b"x")
 
 
-# ------------------------------------------------------------------------------------------------ as it was found
+# ------------------------------------------------------------------------------------------------ a real file
 
 
 class Torn(LocalFileSystem):
-    """Files that are made as most file systems make them, in pieces that can be seen."""
+    """Files that are written in visible pieces, as on most file systems."""
 
     protocol = "torn"
     link = None

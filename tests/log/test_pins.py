@@ -1,4 +1,4 @@
-"""Pins: what a reader claims stays, and only a reader that no longer renews its pin is taken for dead."""
+"""Pins: a reader's claim stays, and only a reader that no longer renews its pin is taken for dead."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TestPin:
     def test_on_a_full_disk_a_reader_goes_unpinned_and_says_so(
         self, monkeypatch: pytest.MonkeyPatch, number: int
     ) -> None:
-        """It is when a checkpoint has to be read, and brought elsewhere."""
+        """This is the case in which a checkpoint must be read and taken elsewhere."""
 
         def full(key: str, _data: bytes) -> None:
             raise StorageError(number, "cannot write: full", key)
@@ -89,7 +89,7 @@ class TestPin:
         monkeypatch.setattr(world, "replace", full)
         with pytest.warns(UnpinnedWarning, match="unpinned.*full") as told, Pin(world, [A]):
             pass
-        assert told[0].filename == __file__  # whoever asked, not what it went through
+        assert told[0].filename == __file__  # the caller, not the medium
 
     def test_another_failure_is_raised(self) -> None:
         failing = FaultyBackend(World(), lambda _operation, _key: "error")
@@ -121,7 +121,7 @@ class Interrupt:
 
 
 def _cleaning_up(frame: FrameType | None) -> bool:
-    """Whether this is for an object that somebody has forgotten, which nobody hears errors of."""
+    """Whether this is for an object that nothing references, whose errors nobody receives."""
     while frame is not None and not frame.f_code.co_filename.endswith("weakref.py"):
         frame = frame.f_back
     return frame is not None
@@ -129,7 +129,7 @@ def _cleaning_up(frame: FrameType | None) -> bool:
 
 @pytest.mark.parametrize("within", ["pin", "load"])
 def test_ctrl_c_leaves_no_pin_that_is_renewed(within: str) -> None:
-    """Wherever it comes: before every line of the ways in and out of a pin."""
+    """Wherever it comes: before every line of the code that makes and removes a pin."""
     store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
     with store.writer(poll_seconds=None) as writer:
         writer.save({"w": np.zeros(9)}, 1)
@@ -184,7 +184,7 @@ class TestClaim:
             assert decode_pin(world.get(key), what=key).segments == segments_of(term.catalog, identity.node)
         assert world.list("pins/") == []
 
-    def test_a_plan_whose_segment_was_dropped_before_the_pin_is_made_anew(self) -> None:
+    def test_a_plan_whose_segment_was_dropped_before_the_pin_is_made_again(self) -> None:
         world = World()
         term = opened(world)
         old = save(term, 1)
@@ -215,8 +215,8 @@ class TestClaim:
         assert world.list("pins/") == []
 
     @pytest.mark.parametrize("lost", [0, 1, 2])
-    def test_one_dropped_segment_of_several_is_enough_to_plan_anew(self, lost: int) -> None:
-        """A plan reads all of its segments: whichever of them is gone, it can no longer be carried out."""
+    def test_one_dropped_segment_of_several_is_enough_to_plan_again(self, lost: int) -> None:
+        """A plan reads all of its segments: if any of them is gone, it cannot be carried out."""
         world = World()
         term = opened(world)
         ids = [save(term, step) for step in (1, 2, 3)]
@@ -239,7 +239,7 @@ class TestClaim:
         assert reader.error is None
         assert [len(found) for found in planned] == [3, 2]
 
-    def test_what_the_plan_raises_is_the_callers(self) -> None:
+    def test_errors_of_the_plan_reach_the_caller(self) -> None:
         world = World()
         with pytest.raises(CheckpointNotFoundError), claim(world.journal, by_latest, lambda _plan: ()):
             pass
@@ -263,7 +263,7 @@ class TestWatch:
             now[0] += 1
             survey = watch.survey()
             assert (survey.segments, survey.alive, survey.dead) == (frozenset(), (), (pin.key,))
-            pin.renew()  # it lives after all
+            pin.renew()  # it is still alive
             assert watch.survey().segments == {A}
 
     def test_a_new_watch_takes_no_pin_for_dead(self) -> None:

@@ -42,7 +42,7 @@ def catalog() -> Catalog:
         ("tag:best/loss", "20@1"),
     ],
 )
-def test_what_a_ref_names(catalog: Catalog, ref: str | int, expected: str) -> None:
+def test_the_checkpoints_that_refs_name(catalog: Catalog, ref: str | int, expected: str) -> None:
     assert refs.resolve(catalog, ref).ref == expected
 
 
@@ -57,7 +57,7 @@ def test_what_a_ref_names(catalog: Catalog, ref: str | int, expected: str) -> No
         ("tag:worst", r"no tag 'worst'; the tags are best/loss"),
     ],
 )
-def test_what_is_not_there_is_told_with_what_is(catalog: Catalog, ref: str, message: str) -> None:
+def test_a_missing_checkpoint_is_reported_with_the_existing_ones(catalog: Catalog, ref: str, message: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match=message):
         refs.resolve(catalog, ref)
 
@@ -71,7 +71,7 @@ def test_an_empty_store_holds_nothing(ref: str) -> None:
 @pytest.mark.parametrize(
     "ref", ["", "-1", "1.5", "newest", "@2", "5@", "5@x", "5@1@2", "tag:", "tag:a b", "٣", "1" * 17, "LATEST"]
 )
-def test_what_is_no_ref_is_a_usage_error(catalog: Catalog, ref: str) -> None:
+def test_an_invalid_ref_is_a_usage_error(catalog: Catalog, ref: str) -> None:
     with pytest.raises(UsageError):
         refs.resolve(catalog, ref)
 
@@ -90,8 +90,8 @@ def test_latest_behind_damage_names_the_last_intact_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("name", ["best/loss", "worst"])
-def test_a_tag_is_not_believed_when_the_end_of_the_log_is_lost(catalog: Catalog, name: str) -> None:
-    """Segments of a term that the log does not have prove it; a lost record may have moved the tag."""
+def test_a_tag_is_an_error_when_the_end_of_the_log_is_lost(catalog: Catalog, name: str) -> None:
+    """Segments of a term that the log lacks prove the loss; a lost record may have moved the tag."""
     lost = copy.copy(catalog)
     lost.lost = catalog.term + 1
     assert not lost.damage

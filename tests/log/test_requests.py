@@ -1,4 +1,4 @@
-"""Requests: changes beside a live writer, which is never fenced by them."""
+"""Requests: changes beside a live writer, which they never fence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Setting:
         return open_term(self.world.journal, None, patience=HASTE)
 
     def segment(self, term: int = 1) -> SegmentEntry:
-        """A segment whose object is there."""
+        """A segment whose object exists."""
         entry = SegmentEntry(secrets.token_hex(16), term, 100, 64, "0" * 32)
         self.world.create(entry.key, bytes(100))
         return entry
@@ -66,7 +66,7 @@ def test_a_compaction_is_committed_by_the_live_writer(here: Setting) -> None:
     assert here.outcome(request) == requests.Outcome("accepted")
     assert here.of(here.last) == (entry.id,)
     assert here.world.list("req/") == []
-    save(here.term, 4, here.last)  # the writer goes on
+    save(here.term, 4, here.last)  # the writer continues
 
 
 def test_retirement_and_tags(here: Setting) -> None:
@@ -78,7 +78,7 @@ def test_retirement_and_tags(here: Setting) -> None:
     assert catalog.tags == {"best": (1, 2)}
 
 
-def test_what_only_a_writer_may_commit_is_not_asked_for(here: Setting) -> None:
+def test_changes_reserved_for_writers_are_not_requested(here: Setting) -> None:
     entry = here.term.catalog.checkpoints[here.last.node]
     for change in (Change(checkpoints=(entry,)), Change(requests={"0" * 32: None}), Change(extra={"closed": True})):
         with pytest.raises(UsageError, match="committed by a writer alone"):
@@ -123,7 +123,9 @@ REFUSALS: dict[str, tuple[Callable[[Setting, SegmentEntry], dict[str, Any]], str
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_would_break_a_promise_is_refused_and_its_segments_are_dropped_by_name(here: Setting, case: str) -> None:
+def test_a_request_that_would_break_a_promise_is_refused_and_its_segments_are_dropped_by_name(
+    here: Setting, case: str
+) -> None:
     entry = here.segment()
     changes, message = REFUSALS[case]
     given = {"segments": [entry], "encodings": [here.rebuilt(entry, here.last)], **changes(here, entry)}

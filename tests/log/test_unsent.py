@@ -1,4 +1,4 @@
-"""A commit that provably sent nothing has failed, and its term goes on; any other doubt ends the term."""
+"""A commit that provably sent nothing has failed, and its term continues; any other doubt ends the term."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tools.crash.ramfs import RamPosix
 
 
 class Refusing(FaultyBackend):
-    """Creates of slot 1 fail: each as its turn in `turns` says; those after succeed."""
+    """Creates of slot 1 fail in the ways of `turns`, one after another; later ones succeed."""
 
     def __init__(self, world: World, *turns: str) -> None:
         super().__init__(world, lambda _operation, _key: "ok")
@@ -64,7 +64,7 @@ def test_a_commit_that_sent_nothing_has_failed_and_the_slot_takes_other_bytes() 
 @pytest.mark.parametrize("when", range(TRIES))
 @pytest.mark.parametrize("doubt", ["error", "late"])
 def test_one_attempt_in_doubt_leaves_the_commit_in_doubt(when: int, doubt: str) -> None:
-    """Whenever it was: what it sent may land at any later time."""
+    """Whichever attempt it was: the create that it sent may take effect at any later time."""
     world = World()
     turns = ["unsent"] * TRIES
     turns[when] = doubt
@@ -104,7 +104,7 @@ FAILURES = [(*one, True) for one in CERTAIN] + [(*one, False) for one in DOUBTFU
 
 
 @pytest.mark.parametrize(("call", "code", "certain"), FAILURES)
-def test_what_failed_before_the_name_was_given_made_nothing(call: str, code: int, certain: bool) -> None:
+def test_a_failure_before_the_name_was_given_made_nothing(call: str, code: int, certain: bool) -> None:
     disk = RamPosix()
     LocalBackend("/store", disk).create("log/0", b"x")
     backend = LocalBackend(
@@ -117,7 +117,7 @@ def test_what_failed_before_the_name_was_given_made_nothing(call: str, code: int
     assert isinstance(told.value, ReadOnlyError) == (code == errno.EROFS)
 
 
-def test_what_failed_after_the_name_was_given_is_in_doubt() -> None:
+def test_a_failure_after_the_name_was_given_is_in_doubt() -> None:
     disk = RamPosix()
     LocalBackend("/store", disk).create("log/0", b"x")
     said: list[bool] = []

@@ -1,4 +1,4 @@
-"""Stores taken apart into JSON, changed anywhere, and put together again with every hash right."""
+"""Stores taken apart into JSON, changed anywhere, and reassembled with every hash right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckptstore.store import Store
 
 ALIGN = 4096
 Place = tuple[Any, ...]
-"""Where something stands in nested JSON."""
+"""A path in nested JSON."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Segment:
         document = json.loads(head.pop("__metadata__")["ckptstore"])
         if document["form"] == "plain":
             return cls(head, document, data[header:], None)
-        document.pop("uses", None)  # a list of what is in the index, which is about to be changed
+        document.pop("uses", None)  # a list of values of the index, which is about to be changed
         length = head["ckptstore/payload"]["shape"][0]
         index = json.loads(zstandard.ZstdDecompressor().decompress(data[header + length :]))
         return cls({}, document, data[header : header + length], index)
@@ -104,7 +104,7 @@ class Crafted:
         return found
 
     def places(self) -> Iterator[tuple[str, str, Place]]:
-        """(kind of text, key, place) of everything that can be changed."""
+        """(kind of text, key, path) of everything that can be changed."""
         for key, slot in self.slots.items():
             if slot["ckptstore"] == "commit":
                 for member in [name for name in ("segments", "checkpoints", "encodings") if name in slot]:
@@ -122,7 +122,7 @@ class Crafted:
         return getattr(self.segments[key], {"header": "head"}.get(kind, kind))
 
     def shard(self) -> None:
-        """Every tensor becomes one shard that is all of it. `write` it with `restate`."""
+        """Turn every tensor into one shard that is all of it. `write` it with `restate`."""
         for segment in self.segments.values():
             if segment.index is None:
                 shapes = [info["shape"] for info in segment.head.values()]
@@ -135,7 +135,7 @@ class Crafted:
         return copy.deepcopy(self)
 
     def write(self, *, restate: bool = False) -> ckptstore.Store:
-        """Put it together, in memory. With `restate` the log names the states as the segments describe them now.
+        """Reassemble it in memory. With `restate` the log names the states as the segments describe them now.
 
         Raises:
             CkptError: it cannot be restated, because the segments describe nothing.
@@ -163,7 +163,7 @@ class Crafted:
         return Store(backend)
 
     def _restate(self) -> None:
-        """Every mention of a state's hash becomes what the segments say now."""
+        """Replace every mention of a state's hash by the hash of the segments' present contents."""
         store = self.write()
         catalog = store.view().catalog
         changed = {}
@@ -184,7 +184,7 @@ class Crafted:
 
 
 def mutate(chance: random.Random, root: Any, place: Place) -> bool:
-    """Change what stands at a place to something else of about its kind; False if that is what it was."""
+    """Replace the value at a path by another of about its kind; False if it is the same."""
     holder = root
     for step in place[:-1]:
         holder = holder[step]

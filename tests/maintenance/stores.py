@@ -20,7 +20,7 @@ from ckptstore.write.steps.updates import Update
 
 
 class Run:
-    """A run of one parameter under SGD with momentum, and a table that nothing moves."""
+    """A run of one parameter under SGD with momentum, and a table that never changes."""
 
     def __init__(self, size: int = 3000) -> None:
         rng = np.random.default_rng(7)
@@ -66,7 +66,7 @@ def grown(root: Path) -> ckptstore.Store:
 
 
 def bits(state: Any) -> Any:
-    """A state as something that compares by its bits."""
+    """A form of a state that compares by its bits."""
     if isinstance(state, dict):
         return {key: bits(value) for key, value in state.items()}
     return (state.dtype.str, state.shape, state.tobytes()) if isinstance(state, np.ndarray) else state
@@ -113,7 +113,7 @@ transfer.crash_point = waits
 
 
 def late(work: str, *arguments: object, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """A process that copies a store by `work`. It has the segments, no slot names them, and it waits for a line."""
+    """A process that copies a store by `work`. It has the segments, no slot names them yet, and it waits for a line."""
     command = [sys.executable, "-c", _LATE + work, *map(str, arguments)]
     environment = {**os.environ, **(env or {})}
     found = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""SIGKILL at every crash point that compaction passes: a rerun completes it, and nothing that is kept is lost."""
+"""SIGKILL at every crash point that compaction passes: a rerun completes it, and nothing kept is lost."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def work(root: Path) -> None:
 
 
 def done(store: Store, steps: list[int]) -> None:
-    """Nothing is left to do, and all is there."""
+    """Check that nothing is left to do, and everything is there."""
     assert store.view().catalog.held == {}
     assert max(len(store.plan(info.ref).encodings) for info in store.checkpoints()) <= 2
     for pin in store.backend.list("pins/"):
-        store.backend.delete(pin)  # who was killed cannot; a collector takes it for dead after ten minutes
+        store.backend.delete(pin)  # a killed process cannot; a collector takes it for dead after ten minutes
     check(store, steps)
     named = {f"{one}.safetensors" for one in store.view().catalog.segments}
     assert {key.rpartition("/")[2] for key in store.backend.list("seg/")} == named, "an orphan is left"
@@ -93,7 +93,7 @@ def test_every_crash_point(fresh: Callable[[], Path]) -> None:
 
 
 @pytest.mark.parametrize("point", ["compact.rewritten", "compact.verified", "request.posted", "compact.committed"])
-def test_who_asks_a_live_writer(fresh: Callable[[], Path], point: str) -> None:
+def test_a_requester_of_a_live_writer(fresh: Callable[[], Path], point: str) -> None:
     root = fresh()
     store = ckptstore.open(root)
     steps = kept(root)
@@ -107,7 +107,7 @@ def test_who_asks_a_live_writer(fresh: Callable[[], Path], point: str) -> None:
         end = time.monotonic() + 120
         while store.backend.list("req/") and time.monotonic() < end:
             time.sleep(0.02)
-        report = store.compact(max_depth=1)  # whether a move was granted already or never asked for
+        report = store.compact(max_depth=1)  # whether a move was granted already or never requested
         assert report.complete
         save(writer, [16])
     check(store, [*steps, 16])

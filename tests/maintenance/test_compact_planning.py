@@ -1,4 +1,4 @@
-"""The plan of a compaction, of stores that nobody has: nothing kept is lost, limits hold, and a plan's end has none."""
+"""The plan of a compaction, on made-up stores: nothing kept is lost, limits hold, and a second plan has no moves."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def entry_of(step: int) -> CheckpointEntry:
 
 
 def store_of(saves: list[tuple[int | None, int, bool]], kept: set[int], together: int = 1) -> Catalog:
-    """A store of steps 1, 2, ...: base (None: a full), bytes, whether it is a gradient; and what of them is kept.
+    """A store of steps 1, 2, ...: base (None: a full), bytes, whether it is a gradient; and the kept ones.
 
-    So many diffs in a row share a segment, unless a full comes between.
+    A given number of consecutive diffs share a segment, unless a full comes between.
     """
     builder = CatalogBuilder()
     builder.apply(OpenRecord(1, None, digest(1), 0.0), 0)
@@ -133,7 +133,7 @@ sizes = st.builds(Sizes, st.integers(STATE // 3, STATE), st.sampled_from([0, STA
 
 
 def made(catalog: Catalog, planned: Planned) -> SimulatedStore:
-    """The store after a plan: each of its records may be committed where it comes."""
+    """The store after a plan: each of its records may be committed in its place."""
     world = SimulatedStore(catalog, TYPICAL)
     for move in planned.moves:
         check_commit(world.catalog, world.record(move.kind, move.rewrites, move.drops))
@@ -181,7 +181,7 @@ class TestAnyStore:
 
     @given(stores(), limits, sizes, st.booleans())
     @settings(max_examples=40, deadline=None)
-    def test_what_a_plan_leads_to_has_no_plan(
+    def test_the_result_of_a_plan_needs_no_plan(
         self, catalog: Catalog, wanted: CompactLimits, guess: Sizes, owned: bool
     ) -> None:
         after = made(catalog, plan_moves(catalog, wanted, guess, owned=owned)).catalog
@@ -189,8 +189,8 @@ class TestAnyStore:
 
     @given(stores(), st.data())
     @settings(max_examples=40, deadline=None)
-    def test_what_goes_is_what_a_commit_may_drop(self, catalog: Catalog, data: st.DataObject) -> None:
-        """The planner looks at the neighbourhood only; `unneeded`, which the record is made by, at all of the store."""
+    def test_the_planned_drops_are_those_that_a_commit_may_make(self, catalog: Catalog, data: st.DataObject) -> None:
+        """The planner looks only at the neighbourhood; `unneeded`, which decides the record, at the whole store."""
         world = SimulatedStore(catalog, TYPICAL)
         if drops := world.garbage():
             world.move("drop", "", (), drops)
@@ -211,14 +211,14 @@ class TestMoves:
         assert move.seconds_after < move.seconds_before
         assert [(one.node, one.base) for one in rest[0].rewrites] == [((1, 30), (1, 20))]
 
-    def test_what_the_writer_goes_on_from_stays_unless_nobody_writes(self) -> None:
+    def test_the_writers_parent_stays_unless_nobody_writes(self) -> None:
         catalog = chain(30, {10}, nbytes=STATE // 4)
         assert [move.rewrites[0].node for move in plan_moves(catalog, CompactLimits(), Sizes()).moves] == [(1, 10)]
         nodes = [move.rewrites[0].node for move in plan_moves(catalog, CompactLimits(), Sizes(), owned=True).moves]
         assert nodes == [(1, 10), (1, 30)]
 
-    def test_who_was_stored_anew_gives_up_its_place_in_a_batch(self) -> None:
-        """Step 8, stored anew because of 5 to 7, is not stored once more because its old diff lies with 9 and 10."""
+    def test_a_checkpoint_that_was_stored_again_gives_up_its_place_in_a_batch(self) -> None:
+        """Step 8, stored again because of 5 to 7, is not stored once more because its old diff lies with 9 and 10."""
         catalog = chain(14, {4, 8, 12, 13}, gradient=True, together=3, nbytes=26_000_000)
         planned = plan_moves(catalog, CompactLimits(), Sizes(70_000_000, 65_000_000), owned=True)
         last = planned.moves[-1]
@@ -235,7 +235,7 @@ class TestMoves:
     def test_one_of_a_batch_frees_the_batch(self) -> None:
         catalog = chain(21, {11}, gradient=True, together=20, nbytes=STATE // 4)
         (move, *_) = plan_moves(catalog, CompactLimits(), Sizes(per_step=0), owned=True).moves
-        # 11 and 21, the newest, lie in the one segment of the batch: both go out of it, or it stays.
+        # 11 and 21, the newest, lie in the one segment of the batch: both leave it, or it stays.
         assert [one.node for one in move.rewrites] == [(1, 11), (1, 21)]
         assert len(move.drops) == 2
 
@@ -270,7 +270,7 @@ class TestMoves:
         assert 14 * STATE < planned.bytes_after <= 15 * STATE
         assert planned.unmet == ()
 
-    def test_what_rules_let_go_soon_is_no_base(self) -> None:
+    def test_a_checkpoint_that_rules_retire_soon_is_no_base(self) -> None:
         catalog = store_of([(None, STATE, False)] * 20, set(range(1, 21)))
         planned = plan_moves(catalog, CompactLimits(), Sizes(), stays=lambda node: node[1] % 5 == 0)
         assert [(one.rewrites[0].node, one.rewrites[0].base) for one in planned.moves] == [
@@ -284,7 +284,7 @@ class TestMoves:
         assert move.kind == "merge"
         assert len(move.rewrites) == len(move.drops) == 29
 
-    def test_what_cannot_be_stored_anew_is_left(self) -> None:
+    def test_a_checkpoint_that_cannot_be_stored_again_is_left(self) -> None:
         catalog = chain(30, {20, 30}, nbytes=STATE // 4)
         planned = plan_moves(catalog, CompactLimits(max_depth=3), Sizes(), owned=True, refused=[(1, 20), (1, 30)])
         assert planned.moves == ()
@@ -299,7 +299,7 @@ class TestSizes:
         assert samples.delta(1000) == 0.5
         assert Samples().delta(3) is None
 
-    def test_what_the_store_has_is_a_sample(self) -> None:
+    def test_the_stores_own_sizes_are_the_sample(self) -> None:
         catalog = chain(4, {1, 2, 3, 4}, nbytes=STATE // 10)
         guess = known_sizes(catalog)
         assert abs((guess.delta(entry_of(4), entry_of(3)) or 0) - STATE // 10) < 10_000

@@ -46,7 +46,8 @@ def filled(
     keep: Iterable[str] = (),
     **options: Any,
 ) -> Store:
-    """The rules come late: a writer that knew them would store what they keep as fulls, and nothing were left to do."""
+    """The rules are set late: a writer that knew them would store the kept ones as fulls, and nothing would be left to
+    do."""
     with store.writer(deltas=deltas, poll_seconds=0.02 if keep else None, **options) as writer:
         save(writer, steps)
         if keep:
@@ -95,7 +96,7 @@ class TestChains:
         assert again.moves == ()
         assert again.bytes_after == again.bytes_before
 
-    def test_what_is_freed_is_what_gc_deletes(self, store: Store) -> None:
+    def test_the_freed_bytes_are_those_that_gc_deletes(self, store: Store) -> None:
         filled(store, range(1, 25), keep=RULES)
         store.gc()
         report = store.compact(take_over=True)
@@ -199,7 +200,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         "options", [{"max_depth": -1}, {"target_bytes": 1.5}, {"max_restore_seconds": "x"}, {"bandwidth": 0}]
     )
-    def test_what_is_no_option(self, store: Store, options: dict[str, Any]) -> None:
+    def test_invalid_options(self, store: Store, options: dict[str, Any]) -> None:
         filled(store, [1])
         with pytest.raises(UsageError):
             store.compact(**options)
@@ -220,7 +221,7 @@ class TestOptions:
 
 class TestDamage:
     def test_only_the_move_that_needs_it_is_refused(self, store: Store, tmp_path: Path) -> None:
-        """Steps 1 to 9 are 10's only; the full that 20 builds on is damaged, and what 10 needs is not."""
+        """Only 10 needs steps 1 to 9; the full that 20 builds on is damaged, and what 10 needs is not."""
         filled(store, range(1, 12))
         filled(store, range(1, 12), keep=["every:10"], parent=None)
         catalog = store.view().catalog
@@ -240,7 +241,7 @@ class TestDamage:
         assert segment in store.view().catalog.segments, "what is damaged may be all that there is"
 
     def test_a_guess_that_was_too_low_costs_nothing(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What turns out larger than what it would replace is not committed."""
+        """A move that turns out larger than what it would replace is not committed."""
         with store.writer(poll_seconds=None) as writer:
             for step in range(1, 5):
                 noise = np.frombuffer(np.random.default_rng(step).bytes(100_000), np.uint8)
@@ -256,8 +257,8 @@ class TestDamage:
         assert len(store.backend.list("seg/")) == len(before.segments)
 
     @pytest.mark.parametrize("kind", ["materialize", "merge"])
-    def test_what_was_written_is_read_back(self, store: Store, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-        """A segment that comes out wrong is never committed, and what it was to replace stays."""
+    def test_written_segments_are_read_back(self, store: Store, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+        """A segment that is written wrongly is never committed, and the old ones stay."""
         if kind == "merge":
             filled(store, range(1, 12))
         else:
@@ -280,8 +281,8 @@ class TestDamage:
         assert files == {f"{one}.safetensors" for one in store.view().catalog.segments}
 
     @pytest.mark.filterwarnings("ignore::ckptstore.FallbackWarning")
-    def test_what_a_checkpoint_has_besides_is_read_before_its_bases_go(self, store: Store, tmp_path: Path) -> None:
-        """It is stored as a full, too, which nobody may have looked at since it was written."""
+    def test_a_checkpoints_other_encoding_is_read_before_its_bases_go(self, store: Store, tmp_path: Path) -> None:
+        """It is stored as a full, too, which may never have been read since it was written."""
         filled(store, range(1, 4))
         stored_again(store, "3@1")
         for ref in ("1@1", "2@1"):
@@ -295,7 +296,7 @@ class TestDamage:
         same(state(3), store.load(3, framework="numpy"))
 
 
-def test_what_is_retired_while_it_is_measured_is_passed_over(store: Store) -> None:
+def test_a_checkpoint_that_is_retired_during_measurement_is_skipped(store: Store) -> None:
     filled(store, range(1, 4), deltas=None)
     catalog = store.view().catalog
     store.retire("2@1", take_over=True)
@@ -344,7 +345,7 @@ class TestBesideOthers:
                 step = 12
                 while (step < 40 or not moves) and not failures and step < 2000:
                     step += 1
-                    time.sleep(0.02 if step > 40 else 0.0)  # what compacts has its turn
+                    time.sleep(0.02 if step > 40 else 0.0)  # the compaction has its turn
                     save(writer, [step])
             finally:
                 stop.set()
@@ -357,8 +358,8 @@ class TestBesideOthers:
         expected = sorted({*range(8, step + 1, 8), *range(step - 3, step + 1)})
         check(store, expected)
 
-    def test_who_planned_before_reads_on(self, store: Store) -> None:
-        """A reader that has pinned the old encoding reads it to its end, though gc came meanwhile."""
+    def test_a_reader_that_planned_before_continues(self, store: Store) -> None:
+        """A reader that has pinned the old encoding reads it to its end, though gc ran meanwhile."""
         filled(store, range(1, 12), keep=["every:10"])
         chunks = store.chunks(10, "w")
         first = next(chunks)

@@ -1,4 +1,4 @@
-"""Compaction, merge, copy and repair of what many ranks wrote: shards and replicas, threads as ranks."""
+"""Compaction, merge, copy and repair of stores that many ranks wrote: shards and replicas, threads as ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZE = 3
 
 
 def run(store: Store, steps: Iterable[int], *, shards: bool, keep: Any = None, **options: Any) -> None:
-    """A job of three ranks that trains alike; of shards each has its own rows. It goes on where the last one ended."""
+    """A job of three ranks that train alike; with shards each has its own rows. It continues the last one."""
     todo = list(steps)
 
     def work(group: Group) -> None:
@@ -46,7 +46,8 @@ def run(store: Store, steps: Iterable[int], *, shards: bool, keep: Any = None, *
                 flat, updates = sharded(group, model) if shards else (flatten(model.state()), model.updates())
                 told: Any = {"updates": updates} if "diffs" in options else {}
                 writer.save_async(flat, step, **told)
-            if keep and group.rank == 0:  # late: else what they keep is stored as fulls, and there is nothing to do
+            # Late: otherwise the kept ones are stored as fulls, and there is nothing to do.
+            if keep and group.rank == 0:
                 writer.wait()
                 ckptstore.open(store.url).keep(*keep)
 
@@ -59,7 +60,7 @@ LIVES = {
     "steps of shards": {"shards": True, "diffs": DiffOptions(full_every=20, batch=1)},
     "batches of shards": {"shards": True, "diffs": DiffOptions(full_every=20, batch=3, seconds=None)},
 }
-"""What a job saves, and how."""
+"""The saves of a job."""
 
 
 def truth(steps: int = STEPS + 2) -> dict[int, Any]:
@@ -103,16 +104,16 @@ def test_kept_checkpoints_stay_cut_as_they_were_and_bases_go(tmp_path: Path, nam
     report = store.compact(take_over=True)
     assert {move.result for move in report.moves} == {"done"}, report
     assert report.unmet == ()
-    # Of batches, too: step 8, stored anew because of 5 to 7, gives up what it has in the segment of 9 and 10.
+    # Of batches, too: step 8, stored again because of 5 to 7, gives up its part of the segment of 9 and 10.
     assert store.view().catalog.held == {}
     assert stored(store) < before
     assert {step: shards_of(store, step, "model.wide") for step in KEPT} == cut
     check(store, KEPT)
     assert store.compact(take_over=True).moves == ()
-    # The job goes on: what it saves builds on what was stored anew.
+    # The job continues: its saves build on the checkpoints that were stored again.
     run(store, [STEPS + 1, STEPS + 2], **life)
     check(store, [4, 8, 12, STEPS + 1, STEPS + 2])
-    # Segments describe themselves: without the log all of it comes back.
+    # Segments describe themselves: without the log everything can be recovered.
     shutil.rmtree(tmp_path / "store" / "log")
     shutil.rmtree(tmp_path / "store" / "fold", ignore_errors=True)  # a short log has none
     repaired = ckptstore.repair(store.url, tmp_path / "repaired")
@@ -196,7 +197,7 @@ def test_merge_of_fulls_and_copy_as_fulls(tmp_path: Path) -> None:
 
 
 def test_repair_keeps_the_intact_steps_of_a_damaged_segment(tmp_path: Path) -> None:
-    """A batch of steps lies in a segment of each rank; one of them is damaged in its last step."""
+    """A batch of steps lies in one segment of each rank; one of them is damaged in its last step."""
     store = ckptstore.open(tmp_path / "store", create=True)
     run(store, range(1, 7), shards=True, diffs=DiffOptions(full_every=20, batch=5, seconds=None))
     catalog = store.view().catalog
@@ -253,14 +254,14 @@ def test_kills(tmp_path: Path, origin: Path, point: str) -> None:
         again = ckptstore.open(root)
         assert again.view().catalog.held == {}
         for pin in again.backend.list("pins/"):
-            again.backend.delete(pin)  # who was killed cannot
+            again.backend.delete(pin)  # a killed process cannot
         check(again, [4, 8])
         named = {f"{one}.safetensors" for one in again.view().catalog.segments}
         assert {key.rpartition("/")[2] for key in again.backend.list("seg/")} == named, "an orphan is left"
 
 
 def test_retention_and_compaction_beside_ranks_on_s3(s3: Server) -> None:
-    """Three ranks train by rules of retention; a compaction and gc work beside them, through requests."""
+    """Three ranks train with retention rules; a compaction and gc work beside them, through requests."""
     steps = short_or(9, STEPS)
     url = s3.url()
     store = ckptstore.open(url, create=True, storage_options=s3.options)

@@ -1,4 +1,4 @@
-"""Stores that no writer of ours makes, every hash of them right: `verify` says so, or everything loads.
+"""Stores that no writer of ours makes, with every hash right: `verify` reports the error, or everything loads.
 
 Every member of every record, header, document and index of valid stores is changed, a seeded sample of them at a time.
 """
@@ -108,7 +108,7 @@ def valid(request: pytest.FixtureRequest) -> tuple[str, Crafted]:
 
 
 def loadable(store: ckptstore.Store) -> tuple[list[str], dict[str, ckptstore.CkptError]]:
-    """REFs of the checkpoints that load with the state hash of the log, and why the others do not."""
+    """REFs of the checkpoints that load with the state hash of the log, and the errors of the others."""
     right, wrong = [], {}
     for node, entry in sorted(store.view().catalog.checkpoints.items()):
         ref = f"{node[1]}@{node[0]}"
@@ -136,7 +136,7 @@ DECODED = re.compile(r"chunk \d+|state digest|gives other bytes|stored bytes for
 
 
 def check(store: ckptstore.Store, where: Any) -> bool:
-    """The promise; whether `verify` reported something."""
+    """Check the promise; returns whether `verify` reported something."""
     try:
         shallow, deep = ckptstore.verify(store), ckptstore.verify(store, deep=True)
     except ckptstore.CkptError:
@@ -144,17 +144,17 @@ def check(store: ckptstore.Store, where: Any) -> bool:
     right, wrong = loadable(store)
     assert not deep.ok or not wrong, (where, wrong)
     assert deep.ok <= shallow.ok, where
-    # What cannot be known without decoding is all that may be left to ``deep``.
+    # Only errors that cannot be known without decoding may be left to ``deep``.
     assert not shallow.ok or all(DECODED.search(str(error)) for error in wrong.values()), (where, wrong)
-    # Where a checkpoint has two encodings, `verify` counts on either, and a load takes the cheaper one.
+    # If a checkpoint has two encodings, `verify` accepts either, and a load takes the cheaper one.
     double = {f"{node[1]}@{node[0]}" for node, edges in store.view().catalog.encodings.items() if len(edges) > 1}
     assert set(deep.restorable) - double == set(right) - double, (where, wrong, deep.damage)
     return not deep.ok
 
 
-@pytest.mark.filterwarnings("ignore::ckptstore.LossyWarning")  # a log may say so of anything
+@pytest.mark.filterwarnings("ignore::ckptstore.LossyWarning")  # a log may say this of any checkpoint
 @pytest.mark.parametrize("kind", ["record", "header", "document", "index", "restated"])
-def test_what_verifies_loads(valid: tuple[str, Crafted], kind: str) -> None:
+def test_verified_checkpoints_load(valid: tuple[str, Crafted], kind: str) -> None:
     name, crafted = valid
     chance = random.Random(f"{name} {kind}" + os.environ.get("CRAFTED_SEED", ""))
     kinds = ("document", "index") if kind == "restated" else (kind,)
@@ -171,14 +171,14 @@ def test_what_verifies_loads(valid: tuple[str, Crafted], kind: str) -> None:
         try:
             store = changed.write(restate=kind == "restated")
         except ckptstore.CkptError:
-            continue  # nothing that could be described
+            continue  # nothing to describe
         reported += check(store, (name, what, key, place))
-    # Most changes of what the log's state hash covers are none, once that says the same.
+    # Most changes of values that the log's state hash covers have no effect once the hash is changed, too.
     assert kind == "restated" or reported > TRIALS // 3
 
 
 def test_payloads_that_fit_and_lead_elsewhere(valid: tuple[str, Crafted]) -> None:
-    """Every stored byte is what was stored, and a load gives other bytes than were saved, or none: ``deep`` knows."""
+    """Every stored byte is as it was stored, and a load gives wrong bytes, or none: ``deep`` finds it."""
     name, crafted = valid
     chance = random.Random(name)
     packed = [key for key, segment in crafted.segments.items() if segment.index is not None and segment.payload]
@@ -193,7 +193,7 @@ def test_payloads_that_fit_and_lead_elsewhere(valid: tuple[str, Crafted]) -> Non
 
 
 def _row(crafted: Crafted, step: int, name: str) -> tuple[dict[str, Any], int]:
-    """The index that holds a tensor of a step, and the place of its entry there."""
+    """The index that holds a tensor of a step, and its entry's path there."""
     for segment in crafted.segments.values():
         if segment.document["steps"] == [step]:
             assert segment.index is not None
@@ -207,7 +207,7 @@ def _document(crafted: Crafted, step: int) -> dict[str, Any]:
 
 
 def _codec(crafted: Crafted, step: int, name: str, codec: str | None, **params: Any) -> None:
-    """Another codec, or other parameters, for one tensor; of what it is decoded to nothing is said otherwise."""
+    """Another codec, or other parameters, for one tensor; the hash of the decoded bytes is unchanged."""
     index, place = _row(crafted, step, name)
     found, before = index["codecs"][index["codec"][place]]
     index["codecs"].append([codec or found, {**({} if codec else before), **params}])
@@ -226,7 +226,7 @@ def _tree(crafted: Crafted, step: int, name: str, value: Any) -> None:
 
 
 def _renamed(crafted: Crafted) -> None:
-    """The base has a tensor of another name; its state says so, too."""
+    """The base has a tensor of another name; its state has the new name, too."""
     _spec(crafted, 1, "counts", 0, "other")
     _tree(crafted, 1, "counts", {"$a": "other"})
 
@@ -305,7 +305,7 @@ def deltas() -> Crafted:
 
 
 @pytest.mark.parametrize("how", WRONG)
-def test_what_a_load_refuses_is_reported_without_decoding(deltas: Crafted, how: str) -> None:
+def test_refusals_of_loads_are_reported_without_decoding(deltas: Crafted, how: str) -> None:
     change, restate, reason, lost = WRONG[how]
     crafted = deltas.clone()
     change(crafted)
@@ -323,7 +323,7 @@ def test_what_a_load_refuses_is_reported_without_decoding(deltas: Crafted, how: 
 
 
 def test_an_encoding_that_names_a_segment_twice_leads_nowhere(deltas: Crafted) -> None:
-    """The log says so by itself, of each checkpoint that is lost; and the segment would be read twice (SPEC 7.4)."""
+    """The log itself shows it, for each checkpoint that is lost; and the segment would be read twice (SPEC 7.4)."""
     crafted = deltas.clone()
     _twice(crafted)
     store = crafted.write(restate=False)
@@ -342,7 +342,7 @@ def test_an_encoding_that_names_a_segment_twice_leads_nowhere(deltas: Crafted) -
 def test_nothing_is_added_to_a_copy_that_has_another_state_of_the_name(
     deltas: Crafted, tmp_path: Path, how: str
 ) -> None:
-    """Of the very same term. It is refused at once: nobody else is at work there."""
+    """Of the very same term. It is refused at once: no other process is at work there."""
     place = tmp_path / "place"
     getattr(deltas.clone().write(), how)(place)
     before = [info.state for info in ckptstore.open(place).checkpoints()]
@@ -355,7 +355,7 @@ def test_nothing_is_added_to_a_copy_that_has_another_state_of_the_name(
 
 
 @pytest.mark.parametrize(("how", "form"), [("another value", "full"), ("run", "stored"), ("term", "stored")])
-def test_what_is_not_what_the_log_says_is_not_copied(deltas: Crafted, tmp_path: Path, how: str, form: Any) -> None:
+def test_segments_that_contradict_the_log_are_not_copied(deltas: Crafted, tmp_path: Path, how: str, form: Any) -> None:
     crafted = deltas.clone()
     change, restate, reason, _ = WRONG[how]
     change(crafted)

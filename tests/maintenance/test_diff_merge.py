@@ -1,4 +1,4 @@
-"""Merging: ranges of diffs become one segment, and everything that was promised restores bit for bit."""
+"""Merging: ranges of diffs become one segment, and every promised checkpoint restores bit for bit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def refs(store: Store) -> list[str]:
 
 
 def check(store: Store, states: list[dict[str, Any]], *steps: int) -> None:
-    """Exactly these steps are there, they restore, and no byte is damaged; then once more after gc."""
+    """Exactly these steps exist, they restore, and no byte is damaged; then once more after gc."""
     for _ in range(2):
         assert [info.step for info in store.checkpoints()] == list(steps)
         for step in steps:
@@ -153,12 +153,12 @@ def bulky(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bulky")
-def test_what_is_smaller_is_taken(store: Store, states: list[dict[str, Any]]) -> None:
-    """The chain is copied; then what lies between is retired, in a change of its own."""
+def test_the_smaller_result_is_taken(store: Store, states: list[dict[str, Any]]) -> None:
+    """The chain is copied; then the checkpoints between are retired, in a separate change."""
     planned = merge(store.journal, "4..6", dry_run=True)
     end, before = store.view().end, segments(store)
     done = owned(store, "4..6")
-    assert segments(store) == before | set(done.written)  # what was tried and not taken is gone
+    assert segments(store) == before | set(done.written)  # the rejected attempt is gone
     assert (done.method, done.answer) == ("concatenated", "accepted")
     assert (planned.method, planned.retired, planned.dropped) == (done.method, done.retired, done.dropped)
     assert done.retired == ("4@1", "5@1")
@@ -167,7 +167,7 @@ def test_what_is_smaller_is_taken(store: Store, states: list[dict[str, Any]]) ->
     assert done.after.segments == 4
     check(store, states, 1, 2, 3, 6, 7, 8)
     assert segments(store).isdisjoint(done.dropped)
-    # What is retired is still the way to 6@1, and cannot be given another encoding: 6@1 is coded anew.
+    # The retired checkpoint is still on the way to 6@1, and cannot get another encoding: 6@1 is encoded again.
     assert owned(store, "2..6").method == "materialized"
     check(store, states, 1, 6, 7, 8)
 
@@ -175,7 +175,7 @@ def test_what_is_smaller_is_taken(store: Store, states: list[dict[str, Any]]) ->
 @pytest.mark.usefixtures("bulky")
 @pytest.mark.parametrize("answers", [1, 0])
 def test_two_changes_may_be_answered_by_halves(store: Store, states: list[dict[str, Any]], answers: int) -> None:
-    """The writer answers the first request, and nobody the second: nothing is lost, and the merge says so."""
+    """The writer answers the first request, and nobody the second: nothing is lost, and the merge reports it."""
     with store.writer(poll_seconds=None) as writer, pytest.MonkeyPatch.context() as patch:
         post = requests.post
 
@@ -272,11 +272,11 @@ def test_tensors_of_many_chunks_in_little_memory(tmp_path: Path) -> None:
     check(store, states, 1, 3)
 
 
-# ------------------------------------------------------------------------------------------------ what has to stay
+# ------------------------------------------------------------------------------------------------ kept bases
 
 
-def test_what_others_build_on_stays(store: Store, states: list[dict[str, Any]]) -> None:
-    """A checkpoint beyond the range, and of another term, reach through the range."""
+def test_bases_of_others_stay(store: Store, states: list[dict[str, Any]]) -> None:
+    """A checkpoint beyond the range, and one of another term, reach through the range."""
     fork = trajectory(3, seed=5)
     fill(store, fork, first=5, parent="4@1")
     done = owned(store, "1@1..6@1")
@@ -305,7 +305,7 @@ def test_a_retired_base_in_the_range_serves_those_outside(tmp_path: Path, states
 
 
 def test_a_base_that_is_retired_already_serves_the_new_delta(store: Store, states: list[dict[str, Any]]) -> None:
-    """2@1 is promised no longer, and nothing but the range is built on it."""
+    """2@1 is no longer promised, and only the range builds on it."""
     with store.writer(poll_seconds=None) as writer:
         requests.post(store.journal, writer.term, "test", Change(retires=((1, 2),)))
         writer.poll()
@@ -366,17 +366,17 @@ def test_a_dry_run_writes_nothing_and_knows_what_comes_of_it(store: Store) -> No
         ("tag:no..4", CheckpointNotFoundError, "no"),
     ],
 )
-def test_what_cannot_be_merged(
+def test_ranges_that_cannot_be_merged(
     store: Store, states: list[dict[str, Any]], text: str, error: type[Exception], match: str
 ) -> None:
     fill(store, states[:1], first=9)
     terms = len(store.terms())
     with pytest.raises(error, match=match):
         owned(store, text)
-    assert len(store.terms()) == terms  # nobody was fenced for nothing
+    assert len(store.terms()) == terms  # nobody was fenced needlessly
 
 
-def test_what_lies_in_one_segment_already(store: Store) -> None:
+def test_steps_already_in_one_segment(store: Store) -> None:
     assert owned(store, "2..6", keep_steps=True).answer == "accepted"
     with pytest.raises(UsageError, match="lie in one segment"):
         owned(store, "2..6", keep_steps=True)
@@ -414,7 +414,7 @@ def test_damage_in_the_range_is_found_and_nothing_changes(store: Store) -> None:
     assert refs(store) == [f"{step}@1" for step in range(1, 9)]
 
 
-def test_what_was_written_wrongly_is_never_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrongly_written_segment_is_never_requested(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the new segment flip before it is read back."""
     before = segments(store)
     check_state, check_copies = preparing_module.check_state, preparing_module.check_copies
@@ -455,10 +455,10 @@ def no_tensor(doc: SegmentDoc) -> SegmentDoc:
 
 
 @pytest.mark.parametrize("change", [no_tree, other_tree, no_tensor])
-def test_what_was_described_wrongly_is_never_asked_for(
+def test_a_wrongly_described_segment_is_never_requested(
     store: Store, monkeypatch: pytest.MonkeyPatch, change: Callable[[SegmentDoc], SegmentDoc]
 ) -> None:
-    """The new segment's hashes all fit; it does not restore what the log says."""
+    """The new segment's hashes all fit; it does not restore the state that the log names."""
     before = segments(store)
     original = packed_segments.encode_packed
     for range_, keep_steps in (("2..6", True), ("1..4", False)):
@@ -470,7 +470,7 @@ def test_what_was_described_wrongly_is_never_asked_for(
 
 
 def test_a_source_that_is_described_wrongly_is_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nothing is written that could be read back."""
+    """Also if nothing is written that could be read back."""
     for number, (change, keep_steps) in enumerate(((no_tree, True), (no_tree, False), (other_tree, False))):
         store = ckptstore.open(tmp_path / str(number))
         original = packed_segments.encode_packed
@@ -541,7 +541,7 @@ def writer(store: Store) -> Iterator[ckptstore.Writer]:
 
 
 @pytest.mark.parametrize("keep_steps", [False, True])
-def test_beside_a_live_writer_which_goes_on(
+def test_beside_a_live_writer_that_continues(
     store: Store, states: list[dict[str, Any]], writer: ckptstore.Writer, keep_steps: bool
 ) -> None:
     stop = threading.Event()
@@ -591,7 +591,7 @@ def test_nobody_answers(store: Store, states: list[dict[str, Any]]) -> None:
         done = merge(store.journal, "2..6", timeout=0)
         assert done.answer == "waiting"
     assert len(store.backend.list("req/")) == 1
-    check(store, states, *range(1, 9))  # as if nothing had been asked
+    check(store, states, *range(1, 9))  # as if no request had been made
     with store.writer(poll_seconds=None):  # a newer term voids it
         pass
     collect(store.journal)
@@ -649,7 +649,7 @@ def test_void(store: Store, states: list[dict[str, Any]], monkeypatch: pytest.Mo
     check(store, states, *range(1, 9))
 
 
-def test_who_takes_over_is_fenced_like_anyone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_that_takes_over_can_be_fenced(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     before = segments(store)
 
     class Late(TakeOver):
@@ -675,7 +675,7 @@ def stack() -> Iterator[ExitStack]:
 def test_a_term_that_ends_meanwhile_takes_along_what_was_written_in_it(
     store: Store, states: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, stack: ExitStack, ends: int
 ) -> None:
-    """Before the new segment is read back a newer term begins, and gc deletes what nobody committed."""
+    """Before the new segment is read back a newer term begins, and gc deletes uncommitted segments."""
     check_copies = preparing_module.check_copies
     left = ends
 

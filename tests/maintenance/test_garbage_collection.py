@@ -1,4 +1,4 @@
-"""GC: what goes, what stays, and in which order."""
+"""GC: which segments it deletes, which it keeps, and in which order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckptstore.store import open as open_store
 
 
 class Noted(LocalBackend):
-    """A local backend that notes what it is asked for."""
+    """A local backend that records its calls."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -82,7 +82,7 @@ def segments(store: Store) -> list[str]:
     return store.backend.list("seg/")
 
 
-def test_what_nothing_needs_goes_and_the_rest_loads(store: Store) -> None:
+def test_unneeded_segments_are_deleted_and_the_rest_loads(store: Store) -> None:
     before = segments(store)
     done = collect(store.journal)
     assert len(done.segments) == 1
@@ -100,7 +100,7 @@ def test_a_dry_run_deletes_nothing(store: Store) -> None:
     assert collect(store.journal) == planned
 
 
-def test_what_is_pinned_stays_until_the_reader_is_done(store: Store) -> None:
+def test_pinned_segments_stay_until_the_reader_is_done(store: Store) -> None:
     segment = collect(store.journal, dry_run=True).segments[0]
     with Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]]):
         done = collect(store.journal)
@@ -110,14 +110,14 @@ def test_what_is_pinned_stays_until_the_reader_is_done(store: Store) -> None:
         (holder,) = done.holders
         assert holder.segments == (segment,)
         assert holder.reader["pid"] == os.getpid()
-        # A reader claims what it reads; only what is garbage keeps anything from being deleted.
+        # A reader claims the checkpoint that it reads; only garbage is deleted.
         live = [entry.id for entry in store.view().catalog.segments.values()]
         with Pin(store.backend, live):
             assert collect(store.journal).holders == done.holders
     assert collect(store.journal).segments == (segment,)
 
 
-def test_the_pin_of_a_dead_reader_is_removed_by_who_has_watched_it(store: Store) -> None:
+def test_a_collector_that_watched_a_dead_readers_pin_removes_it(store: Store) -> None:
     segment = collect(store.journal, dry_run=True).segments[0]
     pin = Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]])
     pin.renew()  # and never again
@@ -143,7 +143,8 @@ with Pin(LocalBackend(sys.argv[1]), [sys.argv[2]]) as pin:
 
 
 def test_the_pin_of_a_killed_process_of_this_host_is_removed_at_once(store: Store, tmp_path: Path) -> None:
-    """Nobody has watched it. A living reader's pin stays, and so does one that says too little, or is elsewhere."""
+    """No watching is needed. A living reader's pin stays, and so does one with too little information, or from
+    elsewhere."""
     segment = collect(store.journal, dry_run=True).segments[0]
     name = segment.rpartition("/")[2].partition(".")[0]
     command = [sys.executable, "-c", _READER, str(tmp_path / "store"), name]
@@ -221,7 +222,7 @@ def test_with_an_unreadable_pin_nothing_goes(store: Store) -> None:
     assert segments(store) == before
 
 
-def test_what_the_newest_term_has_not_committed_yet_stays(store: Store) -> None:
+def test_uncommitted_segments_of_the_newest_term_stay(store: Store) -> None:
     newest, older = segment_key(2, "a" * 32), segment_key(1, "b" * 32)
     for key in (newest, older):
         store.backend.create(key, b"not committed")
@@ -251,7 +252,7 @@ def test_read_only(store: Store) -> None:
     assert len(collect(store.journal, dry_run=True).segments) == 1
 
 
-# Strangers
+# Foreign processes
 
 STRANGERS = [
     "seg/0000000001/notes.txt",
@@ -322,7 +323,7 @@ def test_a_loop_of_links_is_not_walked(store: Store, tmp_path: Path) -> None:
 
 
 class BehindAProxy(LocalBackend):
-    """The first `wrong` listings of the pins are answered by another page, which counts as a listing of nothing."""
+    """The first `wrong` listings of the pins are answered by another page, which counts as an empty listing."""
 
     asked, wrong = 0, 1
 
@@ -366,7 +367,7 @@ def test_nothing_goes_while_listings_of_the_pins_lack_what_others_show(store: St
 def test_a_store_that_never_had_a_pin_is_not_listed_as_a_whole(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That would be a request for each thousand segments, in a bucket."""
+    """In a bucket that would be a request for each thousand segments."""
     (segment,) = collect(store.journal, dry_run=True).segments
     backend = LocalBackend(tmp_path / "store")
     listed = []

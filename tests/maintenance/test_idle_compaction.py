@@ -1,4 +1,4 @@
-"""Compaction in a writer's idle time: the moves of `compact`, made beside the saves and never in one."""
+"""Compaction in a writer's idle time: the moves of `compact`, made beside the saves and never during one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_bases_go_while_the_writer_has_nothing_to_do(store: Store, told: queue.Q
         while store.view().catalog.held and time.monotonic() < end:
             time.sleep(0.05)
         assert store.view().catalog.held == {}  # of 29 that the rules let go
-        save(writer, range(35, 38))  # it is the same term, and goes on
+        save(writer, range(35, 38))  # it is the same term, and continues
         check_beside(store, [10, 20, 30, 36, 37])
     assert store.view().catalog.term == 1
     check(store, [10, 20, 30, 36, 37])
@@ -89,12 +89,12 @@ def test_step_diffs_that_wait_for_their_batch_are_written_first(store: Store, to
     assert store.verify(deep=True).ok
 
 
-def test_it_stands_still_while_a_save_is_on_its_way(
+def test_it_pauses_while_a_save_is_in_flight(
     store: Store, told: queue.Queue[CompactPass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None) as writer:
         save(writer, range(1, 25))
-    on_its_way = threading.Event()  # all three moves would be made before it where the machine stands still
+    on_its_way = threading.Event()  # all three moves would be made before it if the machine stalled
     monkeypatch.setattr(move_execution, "crash_point", lambda _name: on_its_way.wait(LONG))
     metrics: queue.Queue[ckptstore.SaveMetrics] = queue.Queue()
     options = CompactOptions(bandwidth=None, every=0.02, on_pass=told.put)
@@ -103,7 +103,7 @@ def test_it_stands_still_while_a_save_is_on_its_way(
         begun = writer.begin(changing, 25, {"all": ["w"]})  # a snapshot that is not filled yet
         on_its_way.set()
         ends = [store.view().end]
-        while len(ends) < 5 or len(set(ends[-4:])) > 1:  # the move that is under way is made
+        while len(ends) < 5 or len(set(ends[-4:])) > 1:  # the move in progress is made
             time.sleep(0.5)
             ends.append(store.view().end)
         assert store.view().catalog.held  # three moves would free all
@@ -131,13 +131,13 @@ def test_a_save_says_that_compaction_was_at_work(store: Store, told: queue.Queue
             time.sleep(0.05)
         assert found
         began = time.monotonic()
-    assert time.monotonic() - began < LONG  # closing waits for no move to end
+    assert time.monotonic() - began < LONG  # closing does not wait for a move to end
     assert store.load(step, framework="numpy")["step"] == step
     assert store.verify(deep=True).ok
     store.gc()
 
 
-def test_what_was_made_for_a_term_that_was_left_is_made_again(
+def test_a_move_for_an_abandoned_term_is_made_again(
     store: Store, told: queue.Queue[CompactPass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer goes back at the moment at which a move is ready: it was planned for a term that is over."""

@@ -1,4 +1,4 @@
-"""A log whose end is lost, with a term that has segments: nobody drops, or copies elsewhere, what it shows for all."""
+"""A log whose end is lost, with a term that has segments: nobody drops checkpoints by it, or copies it elsewhere."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def filled(place: Path) -> Store:
     ],
     ids=["prune", "compact", "copy", "sync"],
 )
-def test_what_rests_on_all_of_the_log_is_refused(tmp_path: Path, call: Callable[[Store, Path], Any]) -> None:
+def test_operations_that_need_the_whole_log_are_refused(tmp_path: Path, call: Callable[[Store, Path], Any]) -> None:
     store = filled(tmp_path / "run")
     with pytest.raises(CorruptLogError, match="damaged"):
         call(store, tmp_path)

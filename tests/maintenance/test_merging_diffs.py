@@ -1,4 +1,4 @@
-"""Merging step diffs: batches joined, steps retired, chains of steps coded as one delta, all bit for bit."""
+"""Merging step diffs: batches joined, steps retired, chains of steps encoded as one delta, all bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {"dense": {}, "none": {"gradients": False}, "
 
 
 def check(store: Store, truth: dict[int, Any], steps: list[int]) -> None:
-    """Exactly these steps are there, they restore, and no byte is damaged; then once more after gc."""
+    """Exactly these steps exist, they restore, and no byte is damaged; then once more after gc."""
     for _ in range(2):
         assert [info.step for info in store.checkpoints()] == steps
         for step in steps:
@@ -78,7 +78,7 @@ def test_the_end_of_the_range_stays(tmp_path: Path, kind: str, last: int) -> Non
     assert (done.answer, done.method) == ("accepted", planned.method)
     assert done.retired == tuple(f"{step}@1" for step in range(2, last))
     if "keep" in how:
-        # Few bytes a step. The segment of 14 is needed by 15 and 16: a copy of it would only be more bytes.
+        # Few bytes a step. Steps 15 and 16 need the segment of 14: a copy of it would only be more bytes.
         assert done.method == ("kept" if last == 14 else "concatenated")
         assert store.checkpoint(last).kind == "gradient"
     else:
@@ -90,8 +90,8 @@ def test_the_end_of_the_range_stays(tmp_path: Path, kind: str, last: int) -> Non
     check(store, truth, [1, *range(last, 17)])
 
 
-def test_what_a_batch_shares_with_the_rest_stays_until_that_goes(tmp_path: Path) -> None:
-    """The range ends within a batch: the segment is needed by the steps after it."""
+def test_a_segment_shared_with_later_steps_stays_until_they_go(tmp_path: Path) -> None:
+    """The range ends within a batch: the steps after it need the segment."""
     store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14)
     shared = store.describe(8)[-1][0].key
     done = merge(store.journal, "2..8", take_over=True)
@@ -104,7 +104,7 @@ def test_what_a_batch_shares_with_the_rest_stays_until_that_goes(tmp_path: Path)
 
 
 def test_deltas_and_gradients_in_one_segment(tmp_path: Path) -> None:
-    """What was materialized before is copied beside steps: each entry says how it is coded."""
+    """Entries that were materialized before are copied beside steps: each entry names its encoding."""
     store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14)
     assert merge(store.journal, "2..9", take_over=True).method == "materialized"
     done = merge(store.journal, "1..14", keep_steps=True, take_over=True)
@@ -138,7 +138,7 @@ def test_beside_a_trainer(tmp_path: Path) -> None:
 
 
 def test_lossy_steps_stay_marked(tmp_path: Path) -> None:
-    """Sums are not what training had, and a merge does not make them so."""
+    """Sums are not what training had, and a merge does not make them exact."""
     store, _ = fill(tmp_path / "store", DiffOptions(batch=3, accumulate="sum"), 13)
     lossy = [info for info in store.checkpoints() if info.lossy]
     assert len(lossy) > 2

@@ -1,4 +1,4 @@
-"""Merging ranges of fulls, and of fulls and diffs: the last alone stays, or (compaction of a range) every one."""
+"""Merging ranges of fulls, and of fulls and diffs: only the last stays, or (compaction of a range) every one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_chain_with_its_full_becomes_a_full(mixed: Store, states: list[dict[st
     assert mixed.view().catalog.held == {}
 
 
-def test_what_is_built_on_a_full_that_goes_stays_restorable(mixed: Store, states: list[dict[str, Any]]) -> None:
+def test_checkpoints_built_on_a_dropped_full_stay_restorable(mixed: Store, states: list[dict[str, Any]]) -> None:
     done = squash(mixed, "1..6")  # 7 is a delta on 6, which stays; 6 was one on 5, which goes
     assert done.retired == ("1@1", "2@1", "3@1", "4@1", "5@1")
     check(mixed, states, 6, 7, 8)
@@ -78,7 +78,7 @@ def test_a_full_that_others_build_on_stays_stored(mixed: Store, states: list[dic
     squash(mixed, "1..5")
     check(mixed, states, 5, 6, 7, 8)
     mixed.tag("mine", "6", take_over=True)
-    again = squash(mixed, "5..7")  # 6 stays, and is a delta on 5, which is promised no more
+    again = squash(mixed, "5..7")  # 6 stays, and is a delta on 5, which is no longer promised
     assert again.retired == ("5@1",)
     assert again.held == {"6@1": "tag 'mine' names it"}
     check(mixed, states, 6, 7, 8)
@@ -108,7 +108,7 @@ def test_beside_a_live_writer(tmp_path: Path, states: list[dict[str, Any]]) -> N
     check(store, states, 6, 7, 8)
 
 
-def test_what_is_lost_is_told_first_and_a_dry_run_writes_nothing(fulls: Store, states: list[dict[str, Any]]) -> None:
+def test_losses_are_reported_first_and_a_dry_run_writes_nothing(fulls: Store, states: list[dict[str, Any]]) -> None:
     told: list[tuple[str, ...]] = []
     planned = squash(fulls, "1..3", dry_run=True, on_loss=told.append)
     assert (planned.answer, planned.retired) == ("planned", ("1@1", "2@1"))
@@ -116,7 +116,7 @@ def test_what_is_lost_is_told_first_and_a_dry_run_writes_nothing(fulls: Store, s
     check(fulls, states, *range(1, 9))
 
 
-def test_fulls_go_only_where_that_is_said(fulls: Store, mixed: Store) -> None:
+def test_fulls_are_dropped_only_with_the_option(fulls: Store, mixed: Store) -> None:
     said = r"holds 8 checkpoints, none of them a diff\. Fulls are merged only on request .*--fulls"
     with pytest.raises(UsageError, match=said):
         fulls.merge("1..8", take_over=True)

@@ -1,4 +1,4 @@
-"""Merging in a store with rules of retention: what they keep stays, and the answer says which rule keeps it."""
+"""Merging in a store with retention rules: the checkpoints that they keep stay, and the answer names the rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.store.states import same
 
 
 def _filled(folder: Path, keep: list[str]) -> tuple[ckptstore.Store, dict[int, object]]:
-    """A full and 11 deltas; the rules come afterwards, so that nothing is retired yet."""
+    """A full and 11 deltas; the rules are set afterwards, so that nothing is retired yet."""
     store = ckptstore.open(folder, create=True)
     weight = np.arange(5000, dtype="<f4")
     truth: dict[int, object] = {}
@@ -30,7 +30,7 @@ def _filled(folder: Path, keep: list[str]) -> tuple[ckptstore.Store, dict[int, o
     return store, truth
 
 
-def test_what_a_rule_keeps_stays(tmp_path: Path) -> None:
+def test_checkpoints_that_a_rule_keeps_stay(tmp_path: Path) -> None:
     store, truth = _filled(tmp_path / "store", ["every:3"])
     done = merge(store.journal, "2@1..11@1", take_over=True)
     assert done.answer == "accepted"

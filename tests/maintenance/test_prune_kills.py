@@ -1,4 +1,4 @@
-"""SIGKILL at every crash point that pruning passes: a rerun completes it, and nothing that is kept is lost."""
+"""SIGKILL at every crash point that pruning passes: a rerun completes it, and nothing kept is lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = range(1, 16)
 
 
 def killed_at(point: str, count: int, work: Callable[[], None]) -> bool:
-    """Run `work` in a process of its own until it passes `point` for the `count`-th time -> whether it did."""
+    """Run `work` in a separate process until it passes `point` for the `count`-th time -> whether it did."""
     victim = os.fork()
     if victim == 0:
         status = 1
@@ -41,7 +41,8 @@ def killed_at(point: str, count: int, work: Callable[[], None]) -> bool:
 
 
 def every_kill(work: Callable[[Path], None], fresh: Callable[[], Path]) -> Iterator[tuple[str, Path]]:
-    """Where a victim died, and what it left: at each point the first time; in the long form twice, then each third."""
+    """Where a victim died, and the store that it left: at each point the first time; in the long form twice, then each
+    third."""
     for point in (*crash_points.CRASH_POINTS, *crash_points.UPKEEP_POINTS):
         count = 1
         while LONG or count <= 1:
@@ -54,7 +55,7 @@ def every_kill(work: Callable[[Path], None], fresh: Callable[[], Path]) -> Itera
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Callable[[], Path]:
-    """Makes copies of a store of fifteen checkpoints: chains, of which hardly anything can go, then fulls."""
+    """Makes copies of a store of fifteen checkpoints: chains, of which hardly anything can be retired, then fulls."""
     with ckptstore.open(tmp_path / "origin") as store:
         for steps, deltas in ((STEPS[:8], CHAIN), (STEPS[8:], None)):
             with store.writer(deltas=deltas, poll_seconds=None) as writer:
@@ -125,7 +126,7 @@ def test_a_writer_that_keeps_to_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("point", ["create.temp-written", "create.linked", "request.posted"])
-def test_who_asks_a_live_writer(fresh: Callable[[], Path], point: str) -> None:
+def test_a_requester_of_a_live_writer(fresh: Callable[[], Path], point: str) -> None:
     root = fresh()
     store = ckptstore.open(root)
     with store.writer(deltas=CHAIN, poll_seconds=0.02) as writer:
@@ -137,6 +138,6 @@ def test_who_asks_a_live_writer(fresh: Callable[[], Path], point: str) -> None:
         end = time.monotonic() + 120
         while store.backend.list("req/") and time.monotonic() < end:
             time.sleep(0.02)
-        store.prune(*RULES)  # whether it was granted already or never asked for
+        store.prune(*RULES)  # whether it was granted already or never requested
         save(writer, [16])
     check(store, sorted({*promised(STEPS, tagged=[4]), 16}))

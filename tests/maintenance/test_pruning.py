@@ -1,4 +1,4 @@
-"""Retention: rules that a store has, writers that keep to them, pruning beside a live writer and without one."""
+"""Retention: a store's rules, writers that apply them, pruning beside a live writer and without one."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def save(writer: Any, steps: Iterable[int]) -> None:
 def promised(
     steps: Iterable[int], last: int = 2, every: int = 5, best: int = 2, tagged: Iterable[int] = ()
 ) -> list[int]:
-    """What `RULES` keep of one term, said again."""
+    """The checkpoints that `RULES` keep of one term, computed independently."""
     alive = sorted(steps)
     rated = sorted(alive, key=lambda step: (loss(step), -step))
     return sorted({*alive[-last:], *rated[:best], *tagged, *(step for step in alive if step % every == 0)})
 
 
 def check(store: Store, expected: Iterable[int]) -> None:
-    """Exactly these are promised, gc takes nothing that is needed, each restores bit for bit, every byte is right."""
+    """Exactly these are promised, gc deletes nothing needed, each restores bit for bit, every byte is right."""
     store.gc()
     assert [info.step for info in store.checkpoints()] == list(expected)
     for info in store.checkpoints():
@@ -67,7 +67,7 @@ def check(store: Store, expected: Iterable[int]) -> None:
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """No writer has had to do without retiring: it would say so, in a thread whose warnings raise nothing."""
+    """No writer had to skip retirement: it would warn, in a thread whose warnings raise nothing."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -81,7 +81,7 @@ def store(tmp_path: Path) -> Store:
 
 class TestWriters:
     @pytest.mark.parametrize("deltas", [None, CHAIN, PAPER], ids=["full", "chain", "paper"])
-    def test_what_is_left_is_what_was_promised(self, store: Store, deltas: DeltaOptions | None) -> None:
+    def test_only_the_promised_checkpoints_are_left(self, store: Store, deltas: DeltaOptions | None) -> None:
         with store.writer(keep=RULES, deltas=deltas, poll_seconds=None) as writer:
             for step in range(1, 24):
                 save(writer, [step])
@@ -94,8 +94,8 @@ class TestWriters:
 
     @pytest.mark.usefixtures("quiet")
     @pytest.mark.parametrize("deltas", [CHAIN, PAPER], ids=["chain", "paper"])
-    def test_what_the_next_ones_build_on_stays_stored(self, tmp_path: Path, deltas: DeltaOptions) -> None:
-        """Deltas come as often as without rules; and what was held for them goes when they need it no more."""
+    def test_bases_of_the_next_deltas_stay_stored(self, tmp_path: Path, deltas: DeltaOptions) -> None:
+        """Deltas come as often as without rules; and their bases go once they no longer need them."""
         kinds = []
         for keep in ([], ["last:1"]):
             store = ckptstore.open(tmp_path / f"store-{len(keep)}")
@@ -103,7 +103,7 @@ class TestWriters:
                 kinds.append([writer.save(state(step), step).kind for step in range(1, 31)])
                 if keep:
                     assert len(store.view().catalog.held) < 12
-                    assert len(store.prune(dry_run=True).dropped) <= 9  # the chains of what is in memory
+                    assert len(store.prune(dry_run=True).dropped) <= 9  # the chains of the bases in memory
         assert kinds[0] == kinds[1]
         assert kinds[0].count("full") < 8
         done = store.prune(take_over=True)
@@ -112,7 +112,7 @@ class TestWriters:
         assert len(done.held) == len(store.plan().segments) - 1
         check(store, [30])
 
-    def test_what_somebody_else_retired_is_not_counted(self, store: Store) -> None:
+    def test_retirements_of_others_are_not_counted(self, store: Store) -> None:
         with store.writer(keep=["last:3"], poll_seconds=0.02) as writer:
             save(writer, range(1, 6))
             store.retire(4)
@@ -135,7 +135,7 @@ class TestWriters:
         assert store.verify(deep=True).ok
 
     def test_a_last_batch_that_is_longer_than_what_is_kept_of_it(self, tmp_path: Path) -> None:
-        """What it promises beyond that goes when the writer is closed: no save comes that would retire it."""
+        """The surplus goes when the writer is closed: no further save comes that would retire it."""
         store, trainer = ckptstore.open(tmp_path / "store"), Trainer(seed=3)
         options = DiffOptions(full_every=50, batch=10, seconds=None)
         with store.writer(keep=["last:2"], diffs=options, poll_seconds=None) as writer:
@@ -170,7 +170,7 @@ class TestWriters:
             save(writer, [8, 9])
             assert [info.step for info in store.checkpoints()] == [6, 8, 9]
 
-    def test_tagged_is_a_rule_that_may_be_said(self, store: Store) -> None:
+    def test_tagged_is_a_rule_that_may_be_given(self, store: Store) -> None:
         with store.writer() as writer:
             save(writer, range(1, 7))
             writer.tag("good", 3)
@@ -181,7 +181,7 @@ class TestWriters:
     def test_rules_stay_and_every_later_writer_keeps_to_them(self, store: Store, tmp_path: Path) -> None:
         with store.writer(keep=RULES, poll_seconds=None) as writer:
             save(writer, range(1, 12))
-            for _ in range(3):  # folded, and the slot that said so deleted
+            for _ in range(3):  # folded, and the slot with the rules deleted
                 fold_writer.fold(store.journal, store.view())
                 save(writer, [store.checkpoints()[-1].step + 1])
             fold_writer.trim(store.journal, store.view())
@@ -230,7 +230,7 @@ class TestWriters:
             save(writer, [4])
         check(store, [4])
 
-    def test_who_goes_back_keeps_the_branch_if_the_rules_say_so(self, store: Store) -> None:
+    def test_a_rollback_keeps_the_branch_if_the_rules_say_so(self, store: Store) -> None:
         with store.writer(keep=["last:2", "branches"], poll_seconds=None) as writer:
             save(writer, range(1, 6))
         with store.writer(parent=4, poll_seconds=None) as writer:
@@ -257,7 +257,7 @@ class TestWriters:
         assert store.prune("last:1", dry_run=True).retired == ("1@1", "2@3")
 
     def test_rules_that_come_late_to_a_long_history(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """No save waits until all of it is looked through, or retired: it goes by and by."""
+        """No save waits until all of it is examined, or retired: it goes bit by bit."""
         monkeypatch.setattr("ckptstore.write.retainer._MANY", 1000)
         make(tmp_path / "long", "fulls", 3000)
         store = ckptstore.open(tmp_path / "long")
@@ -286,10 +286,10 @@ class TestWriters:
             assert len(left.dropped) < 30
             assert left.dropped.isdisjoint(left.segments)
             on_medium = {key.rpartition("/")[2].partition(".")[0] for key in store.backend.list("seg/")}
-            assert on_medium - left.segments.keys() <= left.dropped  # gc is told of all that is left to delete
+            assert on_medium - left.segments.keys() <= left.dropped  # gc learns of everything that is left to delete
         check(store, [59, 60])
 
-    def test_what_cannot_be_meant_opens_no_term(self, store: Store) -> None:
+    def test_invalid_rules_open_no_term(self, store: Store) -> None:
         for keep in (["last:x"], "last:3", 5):
             with pytest.raises(ckptstore.UsageError):
                 store.writer(keep=keep)  # type: ignore[arg-type]
@@ -372,7 +372,7 @@ class TestBesideALiveWriter:
         check(store, [5, 7, 8, 10, 11, 12, 13])
         assert store.rules() == ()
 
-    def test_what_was_held_goes_when_nothing_builds_on_it(self, store: Store, writer: Any) -> None:
+    def test_held_bases_go_when_nothing_builds_on_them(self, store: Store, writer: Any) -> None:
         store.prune("last:1")
         left = sum(path.size for path in store.view().catalog.segments.values())
         save(writer, range(13, 15))  # a chain has six deltas: a full, and one of it
@@ -384,7 +384,7 @@ class TestBesideALiveWriter:
         assert sum(path.size for path in store.view().catalog.segments.values()) < left + done.held_nbytes
         check(store, [22])
 
-    def test_a_refusal_is_planned_anew(self, store: Store, writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_refusal_is_planned_again(self, store: Store, writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         post, times = requests.post, []
 
         def late(*arguments: Any, **changes: Any) -> Any:
@@ -435,7 +435,7 @@ class TestMistakes:
 
 @pytest.mark.slow
 def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) -> None:
-    """A long run; two readers restore whatever is newest or oldest, gc runs, tags come and go."""
+    """A long run; two readers restore the newest or oldest checkpoint, gc runs, tags come and go."""
     store.create()
     ended = threading.Event()
     failures: list[BaseException] = []
@@ -452,7 +452,7 @@ def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) 
                     restored.append(step)
             except ckptstore.CheckpointNotFoundError:
                 pass  # retired between the two calls
-            except BaseException as error:  # noqa: BLE001  # told below
+            except BaseException as error:  # noqa: BLE001  # reported below
                 failures.append(error)
                 return
 
@@ -462,7 +462,7 @@ def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) 
         while not ended.is_set():
             try:
                 own.gc()
-            except BaseException as error:  # noqa: BLE001  # told below
+            except BaseException as error:  # noqa: BLE001  # reported below
                 failures.append(error)
                 return
             most = max(most, len(own.backend.list("seg/")))

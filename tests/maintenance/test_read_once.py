@@ -1,4 +1,4 @@
-"""Tags, retirements and rules read the log once; what comes between the reading and the commit counts."""
+"""Tags, retirements and rules read the log once; records between the reading and the commit count."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAVED = 50
 
 
 class Counting(MemoryBackend):
-    """Counts what is asked of it; `before` is called once, before the first slot is created."""
+    """Counts its calls; `before` is called once, before the first slot is created."""
 
     def __init__(self, name: str, before: Callable[[], object] | None = None) -> None:
         super().__init__(name)
@@ -109,8 +109,8 @@ def test_the_log_is_read_once(name: str, backend: type[Counting], asked: bool, c
     assert medium.asked.total() < len(before) + (60 if asked else 20)
 
 
-def test_what_was_retired_meanwhile_is_not_tagged(name: str) -> None:
-    """Another process takes over between the reading and the OPEN: the change is planned again on what it left."""
+def test_a_checkpoint_retired_meanwhile_is_not_tagged(name: str) -> None:
+    """Another process takes over between the reading and the OPEN: the change is planned again on the new state."""
     other = ckptstore.open(f"memory://{name}")
     store = Store(Counting(name, lambda: other.retire(3, take_over=True)))
     with pytest.raises(CheckpointNotFoundError, match="3@1 was retired meanwhile"):
@@ -119,7 +119,7 @@ def test_what_was_retired_meanwhile_is_not_tagged(name: str) -> None:
     assert store.verify(deep=True).ok
 
 
-def test_what_was_tagged_meanwhile_is_not_retired(name: str) -> None:
+def test_a_checkpoint_tagged_meanwhile_is_not_retired(name: str) -> None:
     other = ckptstore.open(f"memory://{name}")
     store = Store(Counting(name, lambda: other.tag("mine", 3, take_over=True)))
     with pytest.raises(UsageError, match="tag 'mine' names it"):
@@ -127,10 +127,10 @@ def test_what_was_tagged_meanwhile_is_not_retired(name: str) -> None:
     assert store.checkpoint(3).tags == ("mine",)
 
 
-def test_what_was_saved_meanwhile_stays(name: str) -> None:
+def test_a_checkpoint_saved_meanwhile_stays(name: str) -> None:
     other = ckptstore.open(f"memory://{name}")
     store = Store(Counting(name, lambda: fill(other, SAVED + 1, SAVED + 2)))
-    assert store.tag("best", "latest", take_over=True).step == SAVED  # what was latest when it was asked for
+    assert store.tag("best", "latest", take_over=True).step == SAVED  # the latest when it was requested
     assert store.latest_step() == SAVED + 2
     assert store.verify(deep=True).ok
 
@@ -163,7 +163,7 @@ def test_slots_that_were_folded_away_meanwhile(name: str) -> None:
 
 
 def test_the_end_of_the_log_is_looked_above(name: str) -> None:
-    """A view that nobody looked above the end for is not what a term is opened on: slots may be lost there."""
+    """No term is opened on a view whose end was not checked: slots may be lost there."""
     medium = Bucket(name)
     journal = Journal(medium)
     end = read(journal).end

@@ -1,4 +1,4 @@
-"""Segments describe themselves: from them alone the catalog is made again: checkpoints, encodings and lines of terms.
+"""Segments describe themselves: the catalog is rebuilt from them alone: checkpoints, encodings and lines of terms.
 
 The function below is written from SPEC.md 5.1 ("Making the log again"): it has the segments' files, nothing of the log.
 """
@@ -25,7 +25,7 @@ from ckptstore.segments.plain_segments import write_full
 from ckptstore.write.delta_encoding import write_packed
 from ckptstore.write.steps import batch_segments, batcher
 
-Found = tuple[SegmentDoc, int]  # what a segment says of itself, and its length
+Found = tuple[SegmentDoc, int]  # a segment's description of itself, and its length
 
 
 def described(folder: Path) -> list[Found]:
@@ -68,7 +68,7 @@ def rebuilt(found: list[Found]) -> tuple[dict[Any, CheckpointEntry], list[Encodi
 
 
 def share(doc: SegmentDoc, size: int, step: int) -> int:
-    """What a step of a segment costs."""
+    """The cost of a step of a segment."""
     stored = {one: sum(entry.stored for entry in doc.tensors.get(one, {}).values()) for one in doc.steps}
     rest, left = divmod(size - sum(stored.values()), len(stored))
     return stored[step] + rest + (left if step == doc.steps[-1] else 0)
@@ -87,7 +87,7 @@ def compare(store: ckptstore.Store, folder: Path) -> None:
 
 
 class Training:
-    """Two parameters under Adam and one tensor that nothing moves."""
+    """Two parameters under Adam and one tensor that never changes."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_catalog_is_made_again_from_the_segments(folder: Path) -> None:
-    """Fulls as they are and compressed, deltas, batches of steps, lossy sums, a fork; merges of each kind."""
+    """Fulls, raw and compressed, deltas, batches of steps, lossy sums, a fork; merges of each kind."""
     store, run = ckptstore.open(folder, create=True), Training()
     with store.writer(deltas=DeltaOptions(interval=2, compress_fulls=False)) as writer:
         for step in range(1, 7):
@@ -145,7 +145,7 @@ def test_a_catalog_is_made_again_from_the_segments(folder: Path) -> None:
     compare(store, folder)
     merge(store.journal, "9@3..16@3", keep_steps=True, take_over=True)  # copied, in a later term
     compare(store, folder)
-    merge(store.journal, "2@1..4@1", take_over=True)  # coded anew
+    merge(store.journal, "2@1..4@1", take_over=True)  # encoded again
     merge(store.journal, "18@4..21@4", take_over=True)
     compare(store, folder)
     kinds = {edge.kind for edges in store.view().catalog.encodings.values() for edge in edges}

@@ -1,4 +1,4 @@
-"""docs/retention.md says what is so: its scripts run, and its commands print what it shows."""
+"""docs/retention.md is true: its scripts run, and its commands print what it shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re
 
 
 def plain(text: str) -> list[str]:
-    """Lines without what differs from run to run: sizes, times, and the spaces that they move."""
+    """Lines without the parts that differ from run to run: sizes, times, and the spaces that align them."""
     text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "TIME", text)
     text = re.sub(r"[\d.,]+ (B|KiB|MiB)\b", "SIZE", text)
     text = re.sub(r"[\d.,]+ (s|min)\b", "SECONDS", text)

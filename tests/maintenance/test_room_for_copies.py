@@ -1,4 +1,4 @@
-"""Where a copy, a remote or a restored folder has no room for all of it, nothing of it is written."""
+"""If a copy, a remote or a restored folder has no space for everything, nothing is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def filled(place: Path, **more: Any) -> None:
 
 
 def small_disk(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
-    """From now on so many blocks of 4 kB are free everywhere; a checkpoint takes eleven."""
+    """From now on the given number of blocks of 4 kB is free everywhere; a checkpoint takes eleven."""
     space = os.statvfs_result((4096, 4096, 1 << 20, blocks, blocks, 0, 0, 0, 0, 255))
     monkeypatch.setattr(Posix, "statvfs", lambda *_: space)
     monkeypatch.setattr(Posix, "file_system", lambda *_: min(LOCAL))

@@ -1,4 +1,4 @@
-"""`Store.copy`: the same run in another place, gone on with after a crash, and when the run has gone on."""
+"""`Store.copy`: the same run in another place, continued after a crash, and when the run has continued."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_some_and_what_they_build_on(source: Path, tmp_path: Path, wanted: dict[
     assert done.checkpoints == ("3@1", "14@3", "20@4")
     assert done.bases == ("1@1", *(f"{step}@3" for step in range(7, 14)), "19@4")
     assert list(after.tags()) == ["best"]
-    assert [one.parent for one in after.terms()] == [None, "4@1", "6@2", "18@3"]  # whether they are there or not
+    assert [one.parent for one in after.terms()] == [None, "4@1", "6@2", "18@3"]  # whether they exist or not
     assert after.checkpoint("latest").ref == "20@4"
     assert len(list(segments(tmp_path / "copy"))) == done.segments < len(list(segments(source)))
     with pytest.raises(CheckpointNotFoundError):
@@ -108,7 +108,7 @@ def test_a_copy_takes_what_is_new_and_gives_nothing_up(tmp_path: Path) -> None:
     with store.writer(poll_seconds=None) as writer:
         writer.save({"n": 1}, 1)
         writer.save({"n": 2}, 2)
-        first = store.copy(tmp_path / "copy")  # a live writer goes on
+        first = store.copy(tmp_path / "copy")  # a live writer continues
         writer.save({"n": 3}, 3)
         writer.tag("best", 3)
         second = store.copy(tmp_path / "copy")
@@ -147,7 +147,7 @@ def test_rules_of_retention_go_with_the_whole_store(tmp_path: Path) -> None:
     assert copy.rules() == store.rules() != ()
     assert [one.step for one in copy.checkpoints()] == [3, 4, 5]
     store.copy(tmp_path / "some", ["3"])
-    assert ckptstore.open(tmp_path / "some").rules() == ()  # they would retire what was asked for
+    assert ckptstore.open(tmp_path / "some").rules() == ()  # they would retire the requested ones
     store.keep(everything=True, take_over=True)
     with store.writer() as writer:
         writer.save({"n": 6}, 6)
@@ -170,7 +170,7 @@ def test_copies_that_both_go_on_are_branches(tmp_path: Path) -> None:
     assert ckptstore.verify(tmp_path / "copy").ok
 
 
-def test_what_is_too_late_to_add_is_refused(source: Path, tmp_path: Path) -> None:
+def test_checkpoints_too_late_to_add_are_refused(source: Path, tmp_path: Path) -> None:
     store = ckptstore.open(source)
     store.copy(tmp_path / "copy", ["20@4"])
     with pytest.raises(UsageError, match=r"it has term 4 already.*empty place"):
@@ -213,7 +213,7 @@ def test_damage_stops_it(source: Path, tmp_path: Path, wanted: dict[str, Any], w
     assert not (tmp_path / "copy" / "seg" / "0000000002" / path.name).exists()
     with pytest.raises(StoreNotFoundError, match="not finished"):
         ckptstore.open(tmp_path / "copy").checkpoints()
-    path.write_bytes(whole)  # found again elsewhere: the copy goes on
+    path.write_bytes(whole)  # found again elsewhere: the copy continues
     done = store.copy(tmp_path / "copy")
     assert done.present == 6
     check(tmp_path / "copy", wanted)
@@ -226,7 +226,7 @@ def killed(source: Path, target: Path, place: str) -> int:
 
 
 @pytest.mark.slow
-def test_killed_anywhere_it_goes_on_and_copies_nothing_twice(
+def test_killed_anywhere_it_continues_and_copies_nothing_twice(
     source: Path, tmp_path: Path, wanted: dict[str, Any]
 ) -> None:
     copy = tmp_path / "copy"
@@ -249,7 +249,7 @@ def test_killed_anywhere_it_goes_on_and_copies_nothing_twice(
 
 
 def test_two_that_copy_to_one_folder_take_turns(tmp_path: Path) -> None:
-    """Without, the second one replaces what the first has brought, and deletes what no slot names yet."""
+    """Otherwise the second one replaces the first one's segments, and deletes those that no slot names yet."""
     store = ckptstore.open(tmp_path / "run")
     with store.writer(poll_seconds=None) as writer, ThreadPoolExecutor(1) as pool:
         writer.save({"n": 1}, 1)
@@ -268,7 +268,7 @@ def test_two_that_copy_to_one_folder_take_turns(tmp_path: Path) -> None:
     check(tmp_path / "copy", {"1@1": {"n": 1}, "2@1": {"n": 2}})
 
 
-def test_who_copies_and_is_killed_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_killed_copy_keeps_nobody_waiting(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "run")
     with store.writer() as writer:
         writer.save({"n": 1}, 1)

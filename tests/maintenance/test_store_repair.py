@@ -1,4 +1,4 @@
-"""`repair`: whatever is broken, every checkpoint that is still complete is back, bit for bit, and the rest is named."""
+"""`repair`: whatever is broken, every complete checkpoint is recovered, bit for bit, and the others are named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wanted(source: Path) -> dict[str, Any]:
 
 
 def check(root: Path, done: Repaired, wanted: dict[str, Any]) -> None:
-    """The new store is clean; it has what was kept, as it was; kept and lost are all there was."""
+    """The new store is clean; it has the kept checkpoints, unchanged; kept and lost are all that existed."""
     report = ckptstore.verify(root, deep=True)
     assert report.ok
     assert report.restorable == done.kept
@@ -79,7 +79,7 @@ def test_without_its_log_a_store_is_made_again_from_segments(
     for before, after in zip(ckptstore.open(source).checkpoints(), store.checkpoints(), strict=True):
         assert replace(before, tags=(), metadata={}, extra={}) == replace(after, extra={})
     assert [one.parent for one in store.terms()] == [None, "4@1", "6@2", "18@3"]
-    with store.writer() as writer:  # it is a store to go on with
+    with store.writer() as writer:  # a run can continue in the store
         writer.save({"n": 21}, 21)
     assert store.load("latest") == {"n": 21}
 
@@ -107,7 +107,7 @@ def test_rules_of_retention_are_kept_where_the_log_has_them(tmp_path: Path) -> N
 
 
 def test_a_slot_lost_or_damaged(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
-    """What the slot had promised comes back from segments. (Tags that it set do not.)"""
+    """The checkpoints that the slot promised are recovered from segments. (Tags that it set are not.)"""
     count = len(slots(source))
     for name, number in (("cut", 0), ("gone", count // 2), ("gone", count - 1)):
         damage = flip if name == "cut" else Path.unlink
@@ -116,12 +116,12 @@ def test_a_slot_lost_or_damaged(source: Path, tmp_path: Path, wanted: dict[str, 
         done = ckptstore.repair(old, new)
         check(new, done, wanted)
         assert done.lost == {}, (name, number)
-        # A slot that is gone from the very end leaves no trace: nothing but tags can have been in it.
+        # A slot that is gone from the very end leaves no trace: it can only have had tags.
         assert done.log == ("whole" if number == count - 1 else "damaged"), (name, number)
 
 
-def test_what_was_lost_with_the_end_of_the_log(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
-    """A copy that was taken while a writer went on: its log first, then its segments."""
+def test_checkpoints_lost_with_the_end_of_the_log(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
+    """A copy that was taken while a writer continued: its log first, then its segments."""
     old = broken(source, tmp_path / "old", lambda root: [path.unlink() for path in slots(root)[-4:]])
     done = ckptstore.repair(old, tmp_path / "new")
     check(tmp_path / "new", done, wanted)
@@ -141,7 +141,7 @@ def test_a_copy_whose_segments_are_older_than_its_log(source: Path, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def folded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store whose slots are folded and deleted, but for anchors and OPENs."""
+    """A store whose slots are folded and deleted, except anchors and OPENs."""
     root = tmp_path_factory.mktemp("repair") / "folded"
     store = ckptstore.open(root, create=True)
     text = (root / "FORMAT").read_bytes()
@@ -176,7 +176,7 @@ def test_folds_deleted(folded: Path, tmp_path: Path, gone: str) -> None:
     told = [info.metadata.get("loss") for info in store.checkpoints()]
     if gone == "both":
         assert done.log == "damaged"
-        assert None in told  # what only the fold and deleted slots had
+        assert None in told  # known only from the fold and the deleted slots
         assert 0.5 in told
     else:
         assert (done.log, told) == ("whole", [0.5] * 29)
@@ -206,9 +206,10 @@ def test_damaged_segments_cost_what_needs_them(
     check(tmp_path / "new", done, wanted)
     assert set(done.lost) == {"4@1", "5@1", "6@1"}
     assert done.lost["5@1"] == "what it builds on is lost: 4@1"
+    assert (done.lost_bases["5@1"], done.lost_bases.get("4@1")) == ("4@1", None)
     if log == "whole" or how == "flipped":
         assert key in done.lost["4@1"]
-    assert ckptstore.open(tmp_path / "new").terms()[1].parent == "4@1"  # as it was
+    assert ckptstore.open(tmp_path / "new").terms()[1].parent == "4@1"  # unchanged
 
 
 def test_a_batch_that_is_damaged_in_the_middle_gives_what_is_before(
@@ -229,15 +230,15 @@ def test_a_batch_that_is_damaged_in_the_middle_gives_what_is_before(
     assert ckptstore.open(tmp_path / "new").terms()[3].parent == "18@3"
 
 
-def test_what_is_written_anew_is_read_back(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A medium that keeps other bytes than it was given: nothing is made a store of that."""
+def test_newly_written_segments_are_read_back(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A medium that stores other bytes than it was given: no store is made from that."""
     entry, doc = ckptstore.open(source).describe("13@3")[-1]
     chunk = next(one for tensor in doc.tensors[14].values() for one in tensor.chunks if one.length)
     old = broken(source, tmp_path / "old", lambda root: flip(root / entry.key, chunk.offset))
     seal, spoiled = FileSink.seal, []
 
     def bad(sink: FileSink, size: int) -> None:
-        if not spoiled:  # what is written anew comes first
+        if not spoiled:  # new segments come first
             spoiled.append(size)
             sink.write(4096, memoryview(bytes(512)))
         seal(sink, size)
@@ -251,7 +252,8 @@ def test_what_is_written_anew_is_read_back(source: Path, tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 def test_one_percent_of_the_segments_damaged(tmp_path: Path) -> None:
-    """Of a hundred (and two more), at random: flipped, cut, deleted. What does not build on these is back."""
+    """Of a hundred (and two more), at random: flipped, cut, deleted. Checkpoints that do not build on these are
+    recovered."""
     store = ckptstore.open(tmp_path / "old")
     rng = random.Random(5)
     with store.writer(poll_seconds=None) as writer:
@@ -270,7 +272,7 @@ def test_one_percent_of_the_segments_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_what_has_two_encodings_is_kept_by_the_intact_one(tmp_path: Path, step: int) -> None:
+def test_the_intact_one_of_two_encodings_keeps_a_checkpoint(tmp_path: Path, step: int) -> None:
     """Step 1 is the base of all others, which are decoded on whichever of its fulls is left."""
     store = twofold(tmp_path / "old", f"{step}@1")
     wanted = states(store)
@@ -300,7 +302,7 @@ def test_every_form_of_segments_makes_its_log_again(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", ["ro-compat", "features-write", "unknown-members"])
-def test_what_a_newer_version_wrote_is_left_to_it(tmp_path: Path, name: str) -> None:
+def test_a_newer_versions_data_is_left_to_it(tmp_path: Path, name: str) -> None:
     with pytest.raises(ReadOnlyError, match="only a newer version knows"):
         ckptstore.repair(GOLDEN / name, tmp_path / "new")
     with pytest.raises(ReadOnlyError, match="only a newer version knows"):
@@ -333,7 +335,7 @@ def test_two_stores_in_one_folder(source: Path, tmp_path: Path, wanted: dict[str
     assert (done.run, done.kept, done.lost) == (other.run, ("1@1", "2@1", "3@1"), {})
 
 
-def test_a_segment_under_anothers_name_is_told_of(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
+def test_a_segment_under_anothers_name_is_reported(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
     def twice(root: Path) -> None:
         first = next(segments(root))
         shutil.copy(first, first.with_name(f"{'5' * 32}.safetensors"))
@@ -407,7 +409,7 @@ def killed(call: str, source: Path, target: Path, left: int, **environment: str)
 
 
 @pytest.mark.slow
-def test_killed_anywhere_the_same_call_goes_on(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
+def test_killed_anywhere_the_same_call_continues(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
     entry, doc = ckptstore.open(source).describe("13@3")[-1]
     chunk = next(one for tensor in doc.tensors[14].values() for one in tensor.chunks if one.length)
 
@@ -431,7 +433,7 @@ def test_killed_anywhere_the_same_call_goes_on(source: Path, tmp_path: Path, wan
 
 
 def test_a_repaired_store_is_no_part_of_the_old_one(source: Path, tmp_path: Path) -> None:
-    """The old one's `latest` was an error; the new one's is what is left, which `Repaired` says."""
+    """The old one's `latest` was an error; the new one's is the newest that is left, as `Repaired` says."""
     old = broken(source, tmp_path / "old", lambda root: flip(slots(root)[-3]))
     with pytest.raises(CorruptLogError):
         ckptstore.open(old).load("latest")

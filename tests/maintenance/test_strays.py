@@ -1,4 +1,4 @@
-"""What somebody else left in a store's folders: an editor, a file manager, a sync client. The store is whole."""
+"""Files that other programs left in a store's folders: an editor, a file manager, a sync client. The store is whole."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def in_folder(root: Path) -> Put:
 
 @pytest.fixture(params=["local", "pmem", "fsspec", "memory", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store, Put, list[str]]]:
-    """A store, what puts a file among its objects, and the names that this medium takes and lists."""
+    """A store, a function that puts a file among its objects, and the names that this medium takes and lists."""
     if request.param == "memory":
         store = filled(f"memory://{tmp_path.name}")
         yield store, lambda key: store.backend.create(key, b"somebody's"), [PLAIN, "sub/x"]
@@ -140,7 +140,7 @@ def test_a_name_that_is_no_text_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_a_term_to_come_is_named_with_the_way_out(tmp_path: Path) -> None:
-    """READ 4: whatever lies there says that the end of the log is lost. So `verify` may not call the store intact."""
+    """READ 4: any object there shows that the end of the log is lost. So `verify` may not call the store intact."""
     run = tmp_path / "run"
     store = filled(str(run))
     in_folder(run)("seg/0000000009/x~")
@@ -175,7 +175,7 @@ REQUEST = f"req/{9:010d}-{'d' * 32}"
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that were waited, which takes none."""
+    """The pauses in seconds, which take no time."""
     slept: list[float] = []
     monkeypatch.setattr(
         partial_objects.read_all_when_complete,
@@ -233,7 +233,7 @@ class Heard:
         self.phases.append(what)
 
 
-def test_all_torn_objects_are_waited_for_at_once_and_that_is_told(tmp_path: Path, pauses: list[float]) -> None:
+def test_all_torn_objects_are_waited_for_at_once_and_the_wait_is_reported(tmp_path: Path, pauses: list[float]) -> None:
     run = tmp_path / "run"
     store = filled(str(run))
     for number in range(20):
@@ -250,7 +250,7 @@ def test_all_torn_objects_are_waited_for_at_once_and_that_is_told(tmp_path: Path
     assert sum(pauses) < 2 * partial_objects.STILL
 
 
-def test_what_arrives_while_others_stay_torn_is_whole(pauses: list[float]) -> None:
+def test_objects_completed_while_others_stay_torn_are_whole(pauses: list[float]) -> None:
     looks: dict[str, int] = {}
 
     def get(key: str) -> bytes:
@@ -271,7 +271,7 @@ def test_what_arrives_while_others_stay_torn_is_whole(pauses: list[float]) -> No
     assert (looks["fast"], looks["gone"]) == (1, 3)
 
 
-def test_what_grows_for_ever_is_taken_as_it_is(pauses: list[float]) -> None:
+def test_an_object_that_grows_for_ever_is_read_as_it_is(pauses: list[float]) -> None:
     looks: list[int] = []
 
     def get(_key: str) -> bytes:

@@ -35,7 +35,7 @@ def fill(store: ckptstore.Store, *steps: int, parent: Any = "latest", **options:
 
 @pytest.fixture
 def store(tmp_path: Path) -> ckptstore.Store:
-    """Term 1: steps 1 to 4; term 2 goes on from 2@1: steps 3 to 5. Fulls."""
+    """Term 1: steps 1 to 4; term 2 continues from 2@1: steps 3 to 5. Fulls."""
     store = fill(ckptstore.open(tmp_path / "store"), 1, 2, 3, 4)
     return fill(store, 3, 4, 5, parent="2@1")
 
@@ -52,7 +52,7 @@ def refs(store: ckptstore.Store) -> list[str]:
 
 
 def check(store: ckptstore.Store, *expected: str) -> None:
-    """Exactly these are promised, each restores, gc takes nothing that is needed, and every byte is right."""
+    """Exactly these are promised, each restores, gc deletes nothing needed, and every byte is right."""
     store.gc()
     assert refs(store) == list(expected)
     for ref in expected:
@@ -92,7 +92,7 @@ class TestBesideALiveWriter:
         assert alive.save(state(6), 6).ref == "6@3"
         check(store, "1@1", "4@1", "3@2", "5@2", "6@3")
 
-    def test_what_is_as_it_should_be_asks_nobody(self, store: ckptstore.Store, alive: ckptstore.Writer) -> None:
+    def test_a_change_without_effect_makes_no_request(self, store: ckptstore.Store, alive: ckptstore.Writer) -> None:
         store.tag("best", "3@1")
         slots = len(store.backend.list("log/"))
         assert store.tag("best", "3@1").tags == ("best",)
@@ -101,7 +101,7 @@ class TestBesideALiveWriter:
     def test_the_writer_may_refuse(
         self, store: ckptstore.Store, alive: ckptstore.Writer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Between our READ and its answer the checkpoint was given a name."""
+        """Between our READ and its answer the checkpoint got a tag."""
         post = requests.post
 
         def late(*arguments: Any, **changes: Any) -> Any:
@@ -169,7 +169,7 @@ def test_a_writer_in_another_process_and_its_death(store: ckptstore.Store) -> No
 
 
 class TestRules:
-    def test_what_stays(self, store: ckptstore.Store) -> None:
+    def test_checkpoints_that_stay(self, store: ckptstore.Store) -> None:
         fill_tag(store, "best", "4@1")
         for ref, why in (("latest", "5@2 is the latest"), (5, "is the latest"), ("4@1", "tag 'best' names it")):
             for dry_run in (True, False):
@@ -186,14 +186,14 @@ class TestRules:
         with pytest.raises(ckptstore.StoreNotFoundError):
             ckptstore.open("memory://none", create=None).tag("best", 1)
 
-    def test_what_others_build_on_stays_stored(self, tmp_path: Path) -> None:
+    def test_bases_of_others_stay_stored(self, tmp_path: Path) -> None:
         store = fill(ckptstore.open(tmp_path / "chain"), 1, 2, 3, 4, deltas=CHAIN)
         assert [info.base for info in store.checkpoints()] == [None, "1@1", "2@1", "3@1"]
         fill(store, 5, parent=None)
         done = store.retire("2@1", "3@1", take_over=True)
         assert (done.retired, done.kept, done.dropped) == (("2@1", "3@1"), ("2@1", "3@1"), ())
         check(store, "1@1", "4@1", "5@2")
-        # With the last one that builds on them goes what was kept for it.
+        # When the last checkpoint that builds on them goes, so do its bases.
         rest = store.retire("4@1", take_over=True)
         assert (rest.kept, len(rest.dropped)) == ((), 3)
         check(store, "1@1", "5@2")
@@ -279,8 +279,8 @@ class TestWithoutAWriter:
 
 
 class TestANewerTerm:
-    def test_the_request_is_made_anew(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The writer that was asked is fenced before it answers; the next one is asked."""
+    def test_the_request_is_made_again(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The writer that got the request is fenced before it answers; the next one gets it."""
         old = store.writer(poll_seconds=None)
         post, new = requests.post, []
 
@@ -301,7 +301,7 @@ class TestANewerTerm:
 
         def fenced(*arguments: Any, **changes: Any) -> Any:
             request = post(*arguments, **changes)
-            writers.append(store.writer(poll_seconds=None))  # and writes on: of a closed one nothing would be asked
+            writers.append(store.writer(poll_seconds=None))  # and still writes: a closed one would get no request
             return request
 
         monkeypatch.setattr(requests, "post", fenced)
@@ -341,7 +341,7 @@ class TestTheWritersOwn:
         assert {name: info.ref for name, info in store.tags().items()} == {"old": "3@1", "start": "5@2", "mine": "4@2"}
 
     @pytest.mark.parametrize("ref", ["latest", 4, "4", "4@1", "04", "tag:here"])
-    def test_what_waits_is_written_if_it_is_meant(self, tmp_path: Path, ref: str | int) -> None:
+    def test_a_waiting_step_is_written_if_it_is_named(self, tmp_path: Path, ref: str | int) -> None:
         trainer, store = Trainer(), ckptstore.open(tmp_path / "store")
         with store.writer(diffs=DiffOptions(batch=100, seconds=None), poll_seconds=None) as writer:
             for step in range(1, 5):

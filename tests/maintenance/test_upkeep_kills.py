@@ -44,7 +44,7 @@ def damaged(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def passed(work: Callable[[Path], object], place: Path) -> list[str]:
-    """The points that `work` comes to, in the order of the register."""
+    """The points that `work` passes, in the order of the register."""
     found: set[str] = set()
     work(place / "first")  # imports what it needs
     with pytest.MonkeyPatch.context() as patch:
@@ -56,7 +56,7 @@ def passed(work: Callable[[Path], object], place: Path) -> list[str]:
 
 
 def every_kill(work: Callable[[Path], object], place: Path) -> Iterator[tuple[str, Path]]:
-    """Where a victim died, and what it left: at each point the first time; in the long form every time."""
+    """Where a victim died, and the files that it left: at each point the first time; in the long form every time."""
     for point in passed(work, place):
         count = 1
         while LONG or count <= 1:
@@ -114,7 +114,7 @@ def test_repair(damaged: Path, tmp_path: Path) -> None:
     assert wanted_points <= set(died)
 
 
-# -- the same by a server of objects
+# -- the same on an object server
 
 
 def killed(call: str, point: str, server: Server, *arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""What `verify` makes of media that fail, of many small segments, and of what only decoding shows."""
+"""`verify` on media that fail, on many small segments, and with damage that only decoding shows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Break = Callable[[str, int], None]
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Break:
-    """Opening an object fails, with an error of the system's. It is opened by its name, in its folder's handle."""
+    """Opening an object fails with a system error. It is opened by its name, in its folder's handle."""
 
     def breaks(key: str, number: int) -> None:
         original, name = Posix.open, key.rpartition("/")[2]
@@ -80,7 +80,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Break:
 
 @pytest.mark.parametrize("name", ["EMFILE", "ENFILE", "ENOMEM", "EACCES", "ESTALE"])
 @pytest.mark.parametrize("deep", [False, True])
-def test_what_the_process_lacks_is_no_damage(store: ckptstore.Store, broken: Break, name: str, deep: bool) -> None:
+def test_a_lack_of_resources_is_no_damage(store: ckptstore.Store, broken: Break, name: str, deep: bool) -> None:
     key = store.describe(3)[-1][0].key
     broken(key, getattr(errno, name))
     report = ckptstore.verify(store, deep=deep)
@@ -105,7 +105,7 @@ def test_a_place_that_cannot_be_read_any_more_is_damage(store: ckptstore.Store, 
 
 
 def test_a_chunk_that_this_process_cannot_read(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The segment was opened; later, memory is short."""
+    """The segment was opened; later, memory runs out."""
     key = store.describe(2)[-1][0].key
     open_source = type(store.backend).open_source
 
@@ -131,7 +131,7 @@ def test_a_chunk_that_this_process_cannot_read(store: ckptstore.Store, monkeypat
 
 
 def test_one_bad_sector_is_no_reason_to_give_its_neighbours_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbouring tensors are read at once. What fails then is read piece by piece, and the bad one is named."""
+    """Neighbouring tensors are read at once. A failed read is repeated piece by piece, and the bad tensor is named."""
     store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
     chance = np.random.default_rng(1)
     state = {name: chance.integers(0, 256, 3000, dtype=np.uint8) for name in "abc"}
@@ -162,7 +162,7 @@ def test_one_bad_sector_is_no_reason_to_give_its_neighbours_up(monkeypatch: pyte
     assert not report.unread
 
 
-def test_what_only_looks_like_a_slot_or_a_fold_is_named_and_no_damage(store: ckptstore.Store) -> None:
+def test_a_file_named_like_a_slot_or_a_fold_is_named_and_no_damage(store: ckptstore.Store) -> None:
     for folder in ("log", "fold"):
         store.backend.create(f"{folder}/notes", b"what somebody left here")
     report = ckptstore.verify(store)
@@ -199,7 +199,7 @@ def test_deep_by_command(store: ckptstore.Store) -> None:
 
 
 def forged(monkeypatch: pytest.MonkeyPatch, change: Callable[[TensorEntry], TensorEntry]) -> ckptstore.Store:
-    """A chain of three whose second delta is described otherwise than it is."""
+    """A chain of three whose second delta is described wrongly."""
     store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
     original, seen = delta_encoding.append_tensor, []
 
@@ -215,7 +215,8 @@ def forged(monkeypatch: pytest.MonkeyPatch, change: Callable[[TensorEntry], Tens
 def test_a_state_digest_that_is_not_that_of_the_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is training's word against the store's; only decoding tells. What builds on the state is as it was saved."""
+    """It is training's claim against the store's; only decoding decides. Checkpoints that build on the state are as
+    saved."""
     store = forged(monkeypatch, lambda entry: replace(entry, digest=(entry.digest or 0) ^ 1))
     assert ckptstore.verify(store).ok
     report = ckptstore.verify(store, deep=True)
@@ -227,8 +228,8 @@ def test_a_state_digest_that_is_not_that_of_the_state(
         store.load(2)
 
 
-def test_one_wrong_payload_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs that checkpoint alone: what builds on it has hashes of its own, and a load believes those (SPEC 5.4)."""
+def test_one_wrong_payload_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only that checkpoint is lost: those that build on it have their own hashes, which a load relies on (SPEC 5.4)."""
     other = checksums.chunk_hash(b"other bytes")
     store = forged(monkeypatch, lambda entry: replace(entry, chunks=(replace(entry.chunks[0], decoded_hash=other),)))
     report = ckptstore.verify(store, deep=True)
@@ -239,7 +240,7 @@ def test_one_wrong_payload_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_long_chain_needs_few_descriptors(tmp_path: Path) -> None:
-    """Each delta has a file of its own, and a process has descriptors for a few hundred."""
+    """Each delta has its own file, and a process has descriptors for a few hundred."""
     store = ckptstore.open(tmp_path / "store", create=True)
     save_chain(store, 120)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -270,7 +271,7 @@ def test_many_small_segments_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_log_that_promises_what_nothing_restores() -> None:
-    """Every hash is right, and there is no way to the checkpoint: that is no intact store."""
+    """Every hash is right, and there is no way to the checkpoint: the store is not intact."""
     store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
     save_chain(store, 2)
     crafted = Crafted.read(store)
@@ -353,7 +354,7 @@ def test_deep_holds_chunks_and_no_state(tmp_path: Path) -> None:
 
 
 def test_an_encoding_that_the_log_names_twice() -> None:
-    """Is one: it is decoded once, and what it gives is right."""
+    """It is one encoding: it is decoded once, and the result is right."""
     store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
     save_chain(store, 3)
     crafted = Crafted.read(store)
@@ -366,7 +367,7 @@ def test_an_encoding_that_the_log_names_twice() -> None:
 
 @pytest.mark.parametrize("after", range(4))
 def test_descriptors_that_run_out_in_between(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Everything was read once, and what is to be decoded cannot be opened again: nothing is said to be proven."""
+    """Everything was read once, and a segment cannot be opened again for decoding: nothing is reported as proven."""
     store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
     save_chain(store, 4)
     opened = 0
@@ -390,7 +391,7 @@ def test_descriptors_that_run_out_in_between(monkeypatch: pytest.MonkeyPatch, af
 
 @pytest.mark.parametrize("form", ["anchor", "paper"])
 def test_several_that_build_on_one(form: Any) -> None:
-    """Each of them is decoded from what the base was, whatever became of it for the others."""
+    """Each of them is decoded from the base's original state, whatever was done to it for the others."""
     store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
     weight = np.random.default_rng(0).standard_normal(5000).astype("<f4")
     options = DeltaOptions(interval=4, form=form, bound=RestoreBound(times=None, depth=1000))
@@ -405,7 +406,7 @@ def test_several_that_build_on_one(form: Any) -> None:
 
 
 def test_a_segment_that_goes_away_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was read once, and is not there when it is to be decoded."""
+    """It was read once, and is gone when it must be decoded."""
     store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
     save_chain(store, 4)
     keys: list[str] = []
@@ -426,7 +427,7 @@ def test_a_segment_that_goes_away_in_between(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class BehindAProxy(LocalBackend):
-    """The first `wrong` listings of a prefix are answered by another page, which counts as a listing of nothing."""
+    """The first `wrong` listings of a prefix are answered by another page, which counts as an empty listing."""
 
     prefix, wrong, asked = "none", 100, 0
 
@@ -471,7 +472,7 @@ def test_a_page_in_place_of_a_listing_is_no_damage(
 def test_a_listing_of_which_a_page_is_missing_is_no_damage(
     proxied: BehindAProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has what comes before some slots, and what comes after."""
+    """It has the objects before some slots, and those after them."""
     listed, tries = proxied.list, []
 
     def some(prefix: str) -> list[str]:

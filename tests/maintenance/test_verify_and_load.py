@@ -1,4 +1,4 @@
-"""verify, repair and load say the same of the same bytes: lost is what no load restores, and nothing else."""
+"""verify, repair and load agree on the same bytes: a checkpoint is lost if no load restores it, and only then."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def failing(store: Store) -> dict[str, bool]:
 
 
 def agree(store: Store, *, shallow: bool = True, but: frozenset[str] = frozenset()) -> set[str]:
-    """Compare; what can be loaded."""
+    """Compare the three; returns the loadable checkpoints."""
     loads = failing(store)
     lost = {ref for ref, fails in loads.items() if fails}
     for deep in (True, False)[: 1 + shallow]:
@@ -93,7 +93,7 @@ WORDS = np.arange(40, dtype="<u4")
 
 
 def by_hand(root: str) -> Store:
-    """What builds on auxiliary tensors, on nothing of its base, and on bases that are stored twice."""
+    """Checkpoints that build on auxiliary tensors, on nothing of their base, and on bases that are stored twice."""
     folder = Path(root)
     tree, both = {"words": {"$a": "words"}}, {"words": {"$a": "words"}, "more": {"$a": "more"}}
     hand = Hand(folder)
@@ -177,7 +177,7 @@ def test_of_stores_in_which_each_place_is_damaged(make: Callable[[str], Store], 
 
 
 def kept_of(store: Store) -> None:
-    """What repair keeps is what can be loaded."""
+    """Repair keeps the checkpoints that can be loaded."""
     good = agree(store)
     if not good:
         return

@@ -1,4 +1,4 @@
-"""Verifying one checkpoint: what it can be restored from is checked, all of that, and nothing else."""
+"""Verifying one checkpoint: everything that it may be restored from is checked, and nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flip(store: ckptstore.Store, ref: str) -> str:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_what_it_needs_and_nothing_else(store: ckptstore.Store, deep: bool) -> None:
+def test_it_checks_what_a_restore_needs_and_nothing_else(store: ckptstore.Store, deep: bool) -> None:
     whole = store.verify(deep=deep)
     assert whole.ref is None
     for ref, segments in (("3@1", 3), (1, 1), ("latest", 1)):
@@ -66,7 +66,7 @@ def test_damage_counts_where_it_matters(store: ckptstore.Store, deep: bool) -> N
 
 
 def test_deep_decodes_it(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored bytes may be as they were written, and still not give the state back."""
+    """Stored bytes may be unchanged and still not restore the state."""
 
     def differs(*_: Any, **__: Any) -> None:
         raise ckptstore.CorruptSegmentError("it decodes to something else")
@@ -85,7 +85,7 @@ def test_another_way_counts(tmp_path: Path, store: ckptstore.Store) -> None:
     assert store.verify("4@1").restorable == ("4@1",)
 
 
-def test_what_is_not_there(store: ckptstore.Store) -> None:
+def test_missing_checkpoints(store: ckptstore.Store) -> None:
     with pytest.raises(ckptstore.CheckpointNotFoundError, match="no checkpoint of step 7"):
         store.verify(7)
     with pytest.raises(ckptstore.StoreNotFoundError):

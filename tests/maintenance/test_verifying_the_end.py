@@ -1,4 +1,4 @@
-"""`verify` finds what became of the slot that a fold ends with: readers do without it, and nobody else would say so."""
+"""`verify` checks the slot that a fold ends with: readers do without it, so nothing else would report its loss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_slot_that_a_fold_ends_with(folded: Path, became: str) -> None:
     path.unlink()
     BECAME[became](path)
     again = ckptstore.open(folded)
-    assert [info.ref for info in again.checkpoints()] == before  # the fold has what it said
+    assert [info.ref for info in again.checkpoints()] == before  # the fold has its contents
     assert again.checkpoint("latest").ref == before[-1]
     assert slot_key(view.fold_seq) in [found.key for found in again.verify().damage]
 
@@ -67,7 +67,7 @@ def test_a_slot_that_came_since_the_listing_is_no_loss(folded: Path, monkeypatch
 @pytest.mark.parametrize("which", [0, 1], ids=["older", "newest"])
 @pytest.mark.parametrize("handle", ["running", "new"])
 def test_a_fold_that_is_missing_where_slots_were_deleted(folded: Path, which: int, handle: str) -> None:
-    """Both folds allow together that slots are deleted: so it shows that one of them is gone."""
+    """Only both folds together allow slots to be deleted: so it shows that one of them is gone."""
     store = ckptstore.open(folded)
     before = [info.ref for info in store.checkpoints()]  # decodes the newest
     folds = sorted((folded / "fold").iterdir())
@@ -83,7 +83,7 @@ def test_a_fold_that_is_missing_where_slots_were_deleted(folded: Path, which: in
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["older", "newest"])
-def test_a_fold_is_read_anew(folded: Path, which: int) -> None:
+def test_a_fold_is_read_again(folded: Path, which: int) -> None:
     """Also one that this process has decoded before it was damaged."""
     store = ckptstore.open(folded)
     before = [info.ref for info in store.checkpoints()]

@@ -29,11 +29,11 @@ from ckptstore.training import OptimizerStep  # noqa: E402
 _LOADED = (codecs, optim)
 
 _FIRST = {"moments", "move", "buffered", "split", "fma"}
-"""Kernels of which another argument than the last is what they make."""
+"""Kernels whose result is another argument than the last."""
 
 
 def _wrong(kernel: Hot[..., Any], how: str) -> Callable[..., Any]:
-    """The compiled form, with a bit of what it makes turned over; or one that fails half-way."""
+    """The compiled form with one bit of its result flipped; or one that fails half-way."""
     right = kernel.compiled
 
     def run(*args: Any) -> Any:
@@ -54,7 +54,7 @@ def _wrong(kernel: Hot[..., Any], how: str) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Nothing is known of any kernel."""
+    """No kernel has been tested yet."""
     forget()
     kernel_choice.use("compiled")
     yield
@@ -63,7 +63,7 @@ def _fresh() -> Iterator[None]:
 
 
 def _train(root: Path, optimizer: str) -> dict[int, bytes]:
-    """Deltas, step diffs and their digests -> what was saved."""
+    """Deltas, step diffs and their digests -> the saved states."""
     torch.manual_seed(3)
     saved: dict[int, bytes] = {}
     net = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Linear(60, 20))
@@ -105,7 +105,7 @@ Stores = dict[str, tuple[Path, dict[int, bytes]]]
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Stores:
-    """A store of each optimizer, made by numpy, and what it holds."""
+    """A store of each optimizer, made by numpy, and its states."""
     kernel_choice.use("numpy")
     found: Stores = {}
     for optimizer in ("adam", "sgd"):
@@ -173,7 +173,7 @@ def test_most_of_them_were_used() -> None:
 
 
 @pytest.mark.parametrize(("name", "how"), in_turn(ENCODERS, ["bytes", "raises"]))
-def test_what_a_wrong_kernel_encodes_becomes_no_checkpoint(tmp_path: Path, name: str, how: str) -> None:
+def test_output_of_a_wrong_kernel_becomes_no_checkpoint(tmp_path: Path, name: str, how: str) -> None:
     kernel = kernels()[name]
     replace(kernel, _wrong(kernel, how))
     with warnings.catch_warnings(record=True) as caught:
@@ -187,7 +187,7 @@ def test_what_a_wrong_kernel_encodes_becomes_no_checkpoint(tmp_path: Path, name:
 
 
 def test_loops_as_plain_python_are_no_kernels(pristine: Stores, tmp_path: Path) -> None:
-    """`NUMBA_DISABLE_JIT`: numba gives the functions as they are, whose integers wrap otherwise."""
+    """`NUMBA_DISABLE_JIT`: numba returns the plain Python functions, whose integers overflow differently."""
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     environment.pop("CKPTSTORE_KERNELS", None)
     for command in (["verify", pristine["adam"][0], "--deep"], ["repair", pristine["adam"][0], tmp_path / "repaired"]):
@@ -226,7 +226,7 @@ def test_step_diffs_are_written_without_the_compiler(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["combine", "moments"])
 def test_damage_stays_damage(pristine: Stores, tmp_path: Path, name: str) -> None:
-    """Also beside a wrong kernel: what numpy finds, too, is said, and nothing else."""
+    """Also beside a wrong kernel: damage that numpy also finds is reported, and nothing else."""
     root = Path(shutil.copytree(pristine["adam"][0], tmp_path / "store"))
     segment = max(root.glob("seg/*/*"), key=lambda path: path.stat().st_mtime_ns)
     data = bytearray(segment.read_bytes())

@@ -1,4 +1,4 @@
-"""`bisect`: the place where something began, in as few restores as a binary search needs."""
+"""`bisect`: the step at which a change began, in as few restores as a binary search needs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_place_of_short_lines(count: int) -> None:
         assert len(found.probes) <= math.ceil(math.log2(count + 1))
 
 
-def test_what_is_skipped_is_named_where_it_matters() -> None:
+def test_skipped_steps_are_named_where_they_matter() -> None:
     line = [entry(step) for step in range(1, 31)]
     for first in (4, 12, 15, 18, 25):
 
@@ -79,7 +79,7 @@ def test_what_is_skipped_is_named_where_it_matters() -> None:
     assert (found.last_good, found.first_bad, len(found.probes)) == (None, None, 30)
 
 
-def test_what_does_not_begin_once_is_said() -> None:
+def test_a_predicate_that_changes_back_is_reported() -> None:
     line = [entry(step) for step in range(1, 101)]
 
     def spike(one: CheckpointEntry) -> tuple[Answer, str]:
@@ -91,7 +91,7 @@ def test_what_does_not_begin_once_is_said() -> None:
     found = search(line, from_step(40), checks=5)
     assert (found.first_bad, found.contradictions) == ("40@1", ())
     assert len(found.probes) > 7
-    assert search(line, spike).contradictions == ()  # not asked for
+    assert search(line, spike).contradictions == ()  # not requested
 
 
 # -- with states
@@ -145,7 +145,7 @@ def test_a_command(pristine: Path, tmp_path: Path) -> None:
         store.bisect("exit 200")
 
 
-def test_what_is_damaged_is_skipped(pristine: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped(pristine: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(pristine, tmp_path / "store"))
     store = ckptstore.open(root)
     for ref in ("12@2", "13@2"):
@@ -157,7 +157,7 @@ def test_what_is_damaged_is_skipped(pristine: Path, tmp_path: Path) -> None:
     assert store.bisect("exit 1").first_bad == "1@1"
 
 
-def test_what_a_predicate_raises_comes_out(pristine: Path, tmp_path: Path) -> None:
+def test_errors_of_a_predicate_are_raised(pristine: Path, tmp_path: Path) -> None:
     def predicate(state: object) -> bool:
         raise KeyboardInterrupt
 

@@ -187,7 +187,7 @@ def test_order_and_type_of_containers_are_state(a: Any, b: Any) -> None:
 
 
 class TestTied:
-    """A tied tensor answers to each of its places, as in `Store.load`."""
+    """A tied tensor is found under each of its places, as in `Store.load`."""
 
     @pytest.fixture
     def store(self) -> ckptstore.Store:

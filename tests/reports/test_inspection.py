@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, and statistics of its tensors against numpy."""
+"""The contents of a checkpoint, and statistics of its tensors against numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who continues from whom."""
+"""The lines of terms: which term continues from which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who looks at a checkpoint reads the log for it once: as often as opening it does."""
+"""A look at a checkpoint reads the log once: as often as opening it does."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_log_is_read_as_often_as_checkpoints_are_opened(
 
 
 def test_the_command_reads_the_log_once(journal: Journal, gets: Counter[str]) -> None:
-    """Of a store with 10,000 checkpoints each reading costs as much as all of `ckpt log -n 5`. FORMAT is one more."""
+    """In a store with 10,000 checkpoints each reading costs as much as all of `ckpt log -n 5`. FORMAT is one more."""
     with opened(Journal(journal.backend), "latest"):
         opening = gets["gets"]
     gets.clear()
@@ -82,7 +82,7 @@ def test_the_command_reads_the_log_once(journal: Journal, gets: Counter[str]) ->
 
 
 def test_only_what_a_restore_needs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading the kernels that decode takes longer than all the rest."""
+    """Loading the kernels that decode takes longer than everything else."""
     store = ckptstore.open("memory://reads-once-deltas")
     wave = np.sin(np.arange(5000, dtype=np.float32))
     with store.writer(parent=None, deltas=5, poll_seconds=None) as writer:

@@ -1,4 +1,4 @@
-"""The explained plan is the plan: what it says is read is what is read."""
+"""The explained plan is the real plan: the reads that it lists are the reads that happen."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_derived_copy_counts_its_master(tmp_path: Path) -> None:
 
 
 def test_loading_a_kernel_is_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaded kernels decode a thousand times faster than the first call says: an estimate was 30 times too long."""
+    """Loaded kernels decode a thousand times faster than the first call shows: an estimate was 30 times too long."""
     store = fill(tmp_path / "store", trajectory(4), 1)
     calls, before = itertools.count(), codecs.apply
 
@@ -73,7 +73,8 @@ def test_loading_a_kernel_is_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(codecs, "apply", slow_at_first)
     plan = explain(store.journal, 4)
     assert plan.rates.startup > 0.9
-    assert plan.rates.decode > 2 * default_threads() << 20  # 1 MiB in a second, by each thread, is the first call's
+    # 1 MiB per second by each thread is the rate of the first call.
+    assert plan.rates.decode > 2 * default_threads() << 20
     assert sum(step.seconds for step in plan.steps) < 5.0
     assert plan.seconds >= plan.rates.startup
 

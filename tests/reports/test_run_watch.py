@@ -1,4 +1,4 @@
-"""A run is followed: beside its writer, across forks, and until somebody takes its store away."""
+"""Watching a run: beside its writer, across forks, and until somebody removes its store."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_a_writer_at_work_is_followed_to_its_end(store: Store) -> None:
-    """Every step is told, once and in order, however looks and saves fall together."""
+    """Every step is reported, once and in order, whatever the timing of looks and saves."""
 
     seen: list[RunStatus] = []
     told = threading.Semaphore(0)
@@ -97,7 +97,7 @@ def test_the_speeds_are_those_of_the_checkpoints(store: Store) -> None:
         assert status.ratio == pytest.approx(sum(i.nbytes for i in infos) / sum(i.stored for i in infos))
         assert status.nbytes == store.stats().nbytes
         assert (status.saved, status.lag) == (third.time, pytest.approx(status.time - third.time))
-        assert 0.9 * min(free) < (status.free or 0) < 1.1 * max(free)  # others write, too
+        assert 0.9 * min(free) < (status.free or 0) < 1.1 * max(free)  # other processes write, too
         assert (status.writer, status.run, status.term, status.parent) == ("alive", store.run, 1, None)
 
 
@@ -107,11 +107,11 @@ def test_deltas_are_smaller_than_fulls(store: Store) -> None:
     assert (next(store.watch()).ratio or 0) > 2
 
 
-def test_what_retention_took_before_a_look_counts_all_the_same(store: Store) -> None:
+def test_checkpoints_retired_before_a_look_still_count(store: Store) -> None:
     with store.writer(poll_seconds=None, keep=["last:1"]) as writer:
         save(writer, 1)
         watched = looks(store)
-        assert next(watched).bytes_per_step is None  # there is one checkpoint
+        assert next(watched).bytes_per_step is None  # one checkpoint exists
         save(writer, *range(2, 12))
         status = next(watched)
     stored = store.checkpoints()[0].stored
@@ -121,7 +121,7 @@ def test_what_retention_took_before_a_look_counts_all_the_same(store: Store) -> 
     assert status.changes == ("saved 11@1", "1 retired")
 
 
-def test_a_fork_a_tag_and_what_else_is_committed_are_told(store: Store) -> None:
+def test_forks_tags_and_other_commits_are_reported(store: Store) -> None:
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1, 2, 3)
         watched = looks(store)
@@ -171,7 +171,7 @@ def test_the_metric_that_is_asked_for(store: Store) -> None:
 
 
 class Counting(MemoryBackend):
-    """A medium on which looks are not cheap: what is asked of it is counted."""
+    """A medium on which looks are expensive: its calls are counted."""
 
     cheap_looks = False
     anchored = False
@@ -211,7 +211,7 @@ def test_a_look_at_a_store_at_rest_takes_four_requests_and_a_record_one_more() -
 
 @pytest.mark.parametrize("first", [1, 2, 3, 9])
 def test_folds_that_took_the_slots_it_knew_do_not_disturb_it(tmp_path: Path, first: int) -> None:
-    """With an anchor every 4 slots most are deleted soon, the last one that it has read among them."""
+    """With an anchor every 4 slots most are deleted soon, including the last one that it has read."""
     root = tmp_path / "run"
     root.mkdir()
     (root / "FORMAT").write_bytes(encode_format(FormatFile(run="a" * 32, anchor_every=4)))
@@ -239,7 +239,7 @@ def test_folds_that_took_the_slots_it_knew_do_not_disturb_it(tmp_path: Path, fir
     assert status.nbytes == store.stats().nbytes
 
 
-def test_an_old_slot_that_is_lost_is_told(store: Store, tmp_path: Path) -> None:
+def test_a_lost_old_slot_is_reported(store: Store, tmp_path: Path) -> None:
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1, 2, 3)
         watched = looks(store)
@@ -267,7 +267,7 @@ def test_a_store_that_is_not_there(store: Store) -> None:
 
 @pytest.mark.parametrize("how", ["delete", "move", "replace", "older copy", "another history", "format", "last slot"])
 def test_a_store_that_is_taken_away(store: Store, tmp_path: Path, how: str) -> None:
-    """What stands at the place decides: a handle of what was there would show nothing of it."""
+    """The store that is at the place now counts: a handle of the old one would show nothing of it."""
     run = tmp_path / "run"
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1)
@@ -305,7 +305,7 @@ def test_a_store_that_is_taken_away(store: Store, tmp_path: Path, how: str) -> N
         next(watched)
 
 
-def test_a_process_that_ends_is_told(store: Store, tmp_path: Path) -> None:
+def test_the_end_of_a_process_is_reported(store: Store, tmp_path: Path) -> None:
     import subprocess
     import sys
 
@@ -328,7 +328,7 @@ def test_a_process_that_ends_is_told(store: Store, tmp_path: Path) -> None:
     [{"every": 0}, {"every": math.nan}, {"every": 1e9}, {"every": None}, {"every": True}, {"metric": ""}],
     ids=["zero", "nan", "years", "none", "true", "no-metric"],
 )
-def test_what_cannot_be_meant_is_refused_at_once(store: Store, options: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused_at_once(store: Store, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         store.watch(**options)
 

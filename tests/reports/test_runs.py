@@ -1,4 +1,4 @@
-"""The runs below a folder, whatever else is there."""
+"""The runs below a folder, whatever else is in it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_how_far_how_large_how_old(tmp_path: Path) -> None:
     assert only(tmp_path / "c").path == str(tmp_path / "c")  # the folder itself
 
 
-def test_who_writes(tmp_path: Path) -> None:
+def test_the_live_writer(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "mine")
     with store.writer():
         run = only(tmp_path)
@@ -99,7 +99,7 @@ def test_a_term_that_was_closed_says_so(tmp_path: Path, options: dict[str, Any])
     ],
     ids=["silent", "another-host", "text", "negative", "this-one", "another-of-the-number", "none-of-the-number"],
 )
-def test_what_is_known_of_a_writer(tmp_path: Path, writer: dict[str, Any], opened: float, expected: str) -> None:
+def test_the_facts_of_a_writer(tmp_path: Path, writer: dict[str, Any], opened: float, expected: str) -> None:
     store = ckptstore.open(tmp_path / "s", create=True)
     record = OpenRecord(1, None, "a" * 32, opened, writer)
     store.backend.create(f"log/{0:020d}", encode_open(record, seq=0, run=store.run))
@@ -145,11 +145,11 @@ def test_nothing_that_lies_there_breaks_it(tmp_path: Path, monkeypatch: pytest.M
     assert (runs["last-slot"].latest, runs["last-slot"].checkpoints) == (
         None,
         3,
-    )  # it was closed, which nobody can read
+    )  # it was closed, in an unreadable record
     assert found.unreadable == ((str(locked), "Permission denied"),)
 
 
-def test_a_log_that_is_damaged_or_gone_is_told(tmp_path: Path) -> None:
+def test_a_damaged_or_missing_log_is_reported(tmp_path: Path) -> None:
     fill(tmp_path / "flipped")
     slot = sorted((tmp_path / "flipped" / "log").iterdir())[-1]
     data = bytearray(slot.read_bytes())
@@ -178,8 +178,8 @@ def test_no_folder(tmp_path: Path) -> None:
     assert find_runs(tmp_path).runs == ()
 
 
-def test_segments_that_are_missing_are_told(tmp_path: Path) -> None:
-    """The log of a store that was closed is whole though its segments are gone."""
+def test_missing_segments_are_reported(tmp_path: Path) -> None:
+    """The log of a closed store is whole though its segments are gone."""
     store = fill(tmp_path / "run")
     gone = sorted((tmp_path / "run" / "seg").rglob("*.safetensors"))
     gone[0].unlink()
@@ -193,7 +193,7 @@ def test_segments_that_are_missing_are_told(tmp_path: Path) -> None:
     del store
 
 
-def test_what_is_collected_meanwhile_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_collected_meanwhile_are_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptstore.backends.local_disk.local import LocalBackend
 
     fill(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The state's tree, as people read it."""
+"""The state's tree in its readable form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptstore.reports.state_tree import children, is_tensor, leaves, text
 
 def tree(state: Any) -> Any:
     def recognise(value: object) -> Tagged | None:
-        return Tagged("$size", [2, 3]) if isinstance(value, memoryview) else None  # stands in for torch.Size
+        return Tagged("$size", [2, 3]) if isinstance(value, memoryview) else None  # a substitute for torch.Size
 
     return flatten(state, recognise).tree
 

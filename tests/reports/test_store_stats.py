@@ -86,7 +86,7 @@ def test_a_step_that_moves_several_tensors_counts_for_each_of_them(tmp_path: Pat
     classes = store.stats().classes
     weights, first, second = (classes[kind] for kind in ("weight", "first_moment", "second_moment"))
     assert weights.nbytes == first.nbytes == second.nbytes
-    assert abs(weights.stored - first.stored) < 20 > abs(weights.stored - second.stored)  # what rounding leaves over
+    assert abs(weights.stored - first.stored) < 20 > abs(weights.stored - second.stored)  # the rest after rounding
     assert abs(weights.chain - first.chain) < 200
     assert all(one.stored <= one.nbytes for one in classes.values())
     described = store.inspect("latest").tensors
@@ -95,7 +95,7 @@ def test_a_step_that_moves_several_tensors_counts_for_each_of_them(tmp_path: Pat
     assert sum(one.chain for one in classes.values()) == explained.bytes_read
 
 
-def test_what_prune_and_gc_would_free(store: Store) -> None:
+def test_bytes_that_prune_and_gc_would_free(store: Store) -> None:
     store.keep("last:2", take_over=True)
     before = store.stats()
     planned = store.prune(dry_run=True)
@@ -134,7 +134,7 @@ def test_a_damaged_log(store: Store) -> None:
     slots[-1].write_bytes(b"garbage")
     found = store.stats()
     assert (found.latest, found.classes, found.prunable_nbytes) == (None, {}, None)
-    assert len(found.checkpoints) == 8  # all: what was damaged is the record that term 2 was closed
+    assert len(found.checkpoints) == 8  # all: the damaged record is the end of term 2
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "pdf"])

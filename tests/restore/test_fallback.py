@@ -1,4 +1,4 @@
-"""With two encodings of a checkpoint, damage of one costs a warning: load goes on with the other, bit for bit."""
+"""If a checkpoint has two encodings, damage of one costs a warning: load continues with the other, bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def root(pristine: Path, tmp_path: Path) -> Path:
 
 
 def planned(root: Path) -> Path:
-    """The segment that 3@1 itself is restored from."""
+    """The segment from which 3@1 itself is restored."""
     store = ckptstore.open(root)
     plan = store.plan("3@1")
     return root / store.view().catalog.segments[plan.encodings[-1].segments[0]].key
@@ -69,7 +69,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_load_goes_on_with_the_other(root: Path, how: str) -> None:
+def test_load_continues_with_the_other(root: Path, how: str) -> None:
     """Found when it is opened (headers), or when half of the state was read (chunks)."""
     path = planned(root)
     assert len(ckptstore.open(root).plan("3@1").encodings) == 1  # the full is cheaper than its chain
@@ -90,7 +90,7 @@ def test_load_goes_on_with_the_other(root: Path, how: str) -> None:
 
 
 def test_the_other_way_round(root: Path) -> None:
-    """The delta, which is not in the plan, is damaged: nothing is to be said, but by verify."""
+    """The delta, which is not in the plan, is damaged: only verify reports it."""
     store = ckptstore.open(root)
     (delta,) = [edge for edge in store.view().catalog.encodings[1, 3] if edge.base is not None]
     flip(root / store.view().catalog.segments[delta.segments[0]].key, -5)
@@ -113,7 +113,7 @@ def test_both_damaged(root: Path) -> None:
 
 
 def test_a_base_that_is_stored_twice(tmp_path: Path) -> None:
-    """What builds on 1@1 is restored whichever of its two fulls is intact."""
+    """Checkpoints that build on 1@1 are restored whichever of its two fulls is intact."""
     store = twofold(tmp_path / "store", "1@1")
     path = tmp_path / "store" / store.view().catalog.segments[store.plan("4@1").encodings[0].segments[0]].key
     flip(path, header(path) + 3)
@@ -146,7 +146,7 @@ def test_into_holds_the_right_bits_or_the_call_raises(root: Path) -> None:
 
 
 def test_mapped(root: Path, tmp_path: Path) -> None:
-    """If the other encoding is no plain full, what cannot be mapped raises the damage, not another complaint."""
+    """If the other encoding is no plain full, it cannot be mapped: the damage is raised, not another error."""
     more = Path(shutil.copytree(root, tmp_path / "more"))
     stored_again(ckptstore.open(more), "3@1")
     for folder in (root, more):
@@ -177,8 +177,8 @@ def test_one_tensor_and_streams_and_files(root: Path, tmp_path: Path, how: str) 
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.safetensors"]
 
 
-def test_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
-    """The first chunk was given already when the second one turns out to be damaged: nothing comes twice."""
+def test_a_stream_continues_where_it_was(tmp_path: Path) -> None:
+    """The first chunk was already yielded when the second one turns out to be damaged: nothing is yielded twice."""
     store = ckptstore.open(tmp_path / "store")
     weight = np.arange(5_000_000, dtype="f4")
     with store.writer(poll_seconds=None) as writer:
@@ -194,7 +194,7 @@ def test_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 class BadMedium(SegmentSource):
-    """A segment of which one place cannot be read."""
+    """A segment in which one place cannot be read."""
 
     def __init__(self, source: SegmentSource, key: str, number: int) -> None:
         self.source, self.key, self.number, self.size = source, key, number, source.size
@@ -254,7 +254,7 @@ def test_bad_sectors_in_both_encodings_lose_it_and_want_of_memory_does_not(
 
 @pytest.mark.parametrize("how", ["missing", "header", "chunk"])
 def test_an_error_names_the_nearest_that_is_whole(tmp_path: Path, how: str) -> None:
-    """Across terms, and past what builds on the same damage."""
+    """Across terms, and past checkpoints that build on the same damage."""
     store = ckptstore.open(tmp_path / "store")
     with store.writer() as writer:
         writer.save(state(1), 1)
@@ -269,7 +269,7 @@ def test_an_error_names_the_nearest_that_is_whole(tmp_path: Path, how: str) -> N
     same(state(1), store.load("1@1", framework="numpy"))
     (only,) = (tmp_path / "store" / segment.key for segment, _ in store.describe("1@1"))
     only.unlink()
-    with pytest.raises(CorruptSegmentError) as raised:  # nothing comes before
+    with pytest.raises(CorruptSegmentError) as raised:  # there is no earlier one
         store.load("1@1", framework="numpy")
     assert not getattr(raised.value, "__notes__", [])
 
@@ -277,7 +277,8 @@ def test_an_error_names_the_nearest_that_is_whole(tmp_path: Path, how: str) -> N
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("other", ["absent", "of another shape"])
 def test_an_encoding_of_the_base_without_a_tensor_that_no_tree_names(tmp_path: Path, other: str, verify: bool) -> None:
-    """All encodings of a checkpoint have the tensors of its tree. Of others one may lack what a delta builds on."""
+    """All encodings of a checkpoint have the tensors of its tree. One of them may lack another tensor, on which a delta
+    builds."""
     words = np.arange(40, dtype="<u4")
     tree = {"words": {"$a": "words"}}
     lacking = [entry("words", words)] + [entry("aside", words[:3])] * (other != "absent")
@@ -298,7 +299,7 @@ TREE = {"words": {"$a": "words"}}
 
 
 def full(shift: int, *, told: int | None = None) -> list[Entry]:
-    """`WORDS` and something; `told`: what the hash of the decoded bytes says, if that is something else."""
+    """`WORDS` and further tensors; `told`: a recorded hash of the decoded bytes that differs from the real one."""
     wrong = {} if told is None else {"decoded_hash": chunk_hash((WORDS + told).tobytes())}
     return [entry("words", WORDS + shift, codecs.Planes(4), **wrong)]
 
@@ -309,14 +310,15 @@ def on(shift: int, base: int) -> list[Entry]:
 
 
 def added(hand: Hand, made: Made, step: int) -> None:
-    """One more encoding of a checkpoint that is there."""
+    """One more encoding of an existing checkpoint."""
     hand.commit(made, encodings=[made.encoding(step)])
 
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("between", [0, 2])
 def test_a_base_that_is_decoded_to_wrong_bytes(tmp_path: Path, first: bool, between: int) -> None:
-    """Its stored hashes are right, so it shows in what builds on it: then the base's other encoding is tried."""
+    """Its stored hashes are right, so the error shows in checkpoints that build on it: then the base's other encoding
+    is tried."""
     hand = Hand(tmp_path / "store")
     hand.open()
     wrong, right = hand.segment({1: Step(full(9, told=0), TREE)}), hand.segment({1: Step(full(0), TREE)})
@@ -329,7 +331,7 @@ def test_a_base_that_is_decoded_to_wrong_bytes(tmp_path: Path, first: bool, betw
         hand.promise(made)
         below = made.identity(step)
     store = ckptstore.open(hand.folder)
-    # What is decoded wrongly is the cheaper one for one of the two orders.
+    # The wrongly decoded one is the cheaper one in one of the two orders.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         for step in range(1, 3 + between):
@@ -360,8 +362,8 @@ def test_a_chunk_that_one_way_needs_and_another_does_not(tmp_path: Path) -> None
     assert store.verify().lost == ("1@1",)
 
 
-def test_what_needs_nothing_of_its_base_is_a_way_though_the_base_is_gone(tmp_path: Path) -> None:
-    """Whether an encoding needs its base shows when it is opened: until then a way that cannot be read is one."""
+def test_an_encoding_that_needs_nothing_of_its_missing_base_is_a_way(tmp_path: Path) -> None:
+    """Whether an encoding needs its base shows when it is opened: until then an unreadable way counts as a way."""
     hand = Hand(tmp_path / "store")
     hand.open()
     base = hand.segment({1: Step(full(0), TREE)})
@@ -382,7 +384,7 @@ def test_what_needs_nothing_of_its_base_is_a_way_though_the_base_is_gone(tmp_pat
 
 
 def test_a_circle_in_which_something_is_damaged_ends(tmp_path: Path) -> None:
-    """Two checkpoints that build on each other, one of them a full that is damaged: tried, and said."""
+    """Two checkpoints that build on each other, one of them with a damaged full: it is tried, and reported."""
     hand = Hand(tmp_path / "store")
     hand.open()
     one = hand.segment({1: Step(full(0), TREE)})
@@ -402,7 +404,7 @@ def test_a_circle_in_which_something_is_damaged_ends(tmp_path: Path) -> None:
 
 
 def test_a_long_chain_of_bad_ways_is_given_up(tmp_path: Path) -> None:
-    """Twenty checkpoints with two encodings each are a million ways; the newest is wrong in itself."""
+    """Twenty checkpoints with two encodings each are a million ways; the newest is itself wrong."""
     hand = Hand(tmp_path / "store")
     hand.open()
     below = hand.segment({1: Step(full(0), TREE)})

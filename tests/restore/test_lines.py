@@ -1,4 +1,4 @@
-"""A restored tensor begins at an address like one of torch's own: BLAS computes the same with it."""
+"""A restored tensor is aligned like one of torch's own, so that BLAS computes the same with it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_every_restored_tensor_begins_where_torchs_own_would(tmp_path: Path, del
             assert {name: tensor.data_ptr() % 64 for name, tensor in found.items()} == dict.fromkeys(found, 0)
             assert all(torch.equal(found[name], state[name]) for name in found)
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in store.load(1).values())
-    assert all(left[1] <= right[0] for left, right in pairwise(spans))  # none lies in another
+    assert all(left[1] <= right[0] for left, right in pairwise(spans))  # no tensor lies in another
 
 
 @pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])
 @pytest.mark.filterwarnings("ignore:OptimizerStep", "ignore:step diffs take")
 def test_an_optimizer_with_products_of_its_state_takes_the_same_steps(tmp_path: Path, strategy: str) -> None:
-    """LBFGS: BLAS sums a vector that begins on no line in another order."""
+    """LBFGS: BLAS sums a misaligned vector in another order."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=5)

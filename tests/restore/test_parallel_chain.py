@@ -1,4 +1,4 @@
-"""Long chains of one chunk: applied in parts by several threads, to the same bytes."""
+"""Long chains of one chunk: applied in parts by several threads, with the same bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_long_chain_of_one_chunk(names: tuple[str, ...], tmp_path: Path, monke
 
 
 def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every payload is what was stored, and so are the digests; the hash of the last result is not."""
+    """Every payload and digest is as stored; the hash of the last result is not."""
     rng = np.random.default_rng(3)
     weight = rng.normal(0, 1, 300_000).astype("<f4")
     store = ckptstore.open(tmp_path / "store", create=True)
@@ -107,7 +107,7 @@ def test_sums_are_the_chain(codec: codecs.Codec, images: list[bytes]) -> None:
     assert out.tobytes() == images[-1]
 
 
-def test_what_is_no_sum() -> None:
+def test_values_that_are_no_sum() -> None:
     zeros = np.zeros(8, np.uint8)
     for codec in (codecs.Planes(4), codecs.Sub(4, codecs.Context(24, 0, 3))):
         assert not codec.additive

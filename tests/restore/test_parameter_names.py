@@ -1,4 +1,4 @@
-"""``into=`` with an optimizer's state: parameters with names are read into those of the same names, or not at all."""
+"""``into=`` with an optimizer's state: named parameters are read into those of the same names, or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptstore.errors import UsageError  # noqa: E402
 
 
 def optimizer(names: str, *, named: bool = True) -> Any:
-    """Stepped once; each parameter's moments are of its name."""
+    """Stepped once; each parameter's moments have its name."""
     parameters = [(name, torch.nn.Parameter(torch.zeros(2))) for name in names]
     made = torch.optim.Adam(parameters if named else [one for _, one in parameters])
     for name, one in parameters:

@@ -1,4 +1,4 @@
-"""How far a restore is: logical bytes of the tensors asked for, each once, however they are stored and read."""
+"""The progress of a restore: logical bytes of the requested tensors, each once, however they are stored and read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = (5 << 20) + 12  # no whole chunks
 
 
 class Told:
-    """A `Progress` that looks at how it is called."""
+    """A `Progress` that checks its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -97,7 +97,7 @@ def test_selection(tmp_path: Path, stored: Any) -> None:
 )
 @pytest.mark.parametrize("into", [False, True])
 def test_optimizer_steps_and_what_is_derived_from_them(tmp_path: Path, into: bool, select: Any, meant: Any) -> None:
-    """Also where tensors are restored together that were not all asked for."""
+    """Also if tensors are restored together that were not all requested."""
     store, truth = fill(tmp_path / "store", DiffOptions(full_every=9, batch=3), 7)
     given = {"into": truth[3]} if into else {"framework": "numpy"}
     told = Told()

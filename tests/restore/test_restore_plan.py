@@ -1,4 +1,4 @@
-"""Plans: the cheapest path, whatever the graph of encodings looks like."""
+"""Plans: the cheapest path through any graph of encodings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_cheapest_path_wins() -> None:
 
 
 def test_circles_are_walked_around() -> None:
-    """Compaction may turn chains round: 1 builds on 3 and 3 on 1, and both have another way, too."""
+    """Compaction may reverse chains: 1 builds on 3 and 3 on 1, and both have another way, too."""
     catalog = catalog_of([(1, 3, 1), (1, None, 100), (2, 1, 1), (3, 2, 1), (3, None, 50), (4, 1, 1), (4, 3, 9)])
     assert steps(plan(catalog, identity(1), stored_bytes)) == [3, 1]
     assert steps(plan(catalog, identity(2), stored_bytes)) == [3, 1, 2]
@@ -74,7 +74,7 @@ def test_replaying_has_its_price() -> None:
     assert plan(catalog, identity(81), cost).cost == pytest.approx(2000 / 100 + 10 / 100 + 1000 / 10)
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_bases_are_named() -> None:
     catalog = catalog_of([(1, None, 100), (2, 1, 10), (3, 2, 10)])
     del catalog.encodings[1, 1]
     with pytest.raises(CorruptionError, match="3@1 cannot be restored: nothing stored restores 1@1"):

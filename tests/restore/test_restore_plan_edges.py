@@ -56,10 +56,10 @@ def edge(step: int, kind: str, base: int | None, *segments: int, nbytes: int = 1
         ("later", 100, 1.0 + 20),
     ],
 )
-def test_what_an_encoding_costs(kind: str, nbytes: int, seconds: float) -> None:
+def test_the_cost_of_an_encoding(kind: str, nbytes: int, seconds: float) -> None:
     found = edge(1, kind, None, 1, nbytes=nbytes)
     assert restore_seconds(catalog_of(found), RATES)(found) == pytest.approx(seconds)
-    unknown = replace(found, checkpoint=(1, 9))  # of no checkpoint that is known: what it takes to read it
+    unknown = replace(found, checkpoint=(1, 9))  # of an unknown checkpoint: the cost of reading it
     expected = nbytes / 100
     assert restore_seconds(catalog_of(found), RATES)(unknown) == pytest.approx(expected)
 

@@ -1,4 +1,4 @@
-"""Tensors in shards: whole again, in slices, cut in another way, through chains; and what is refused."""
+"""Tensors in shards: whole again, in slices, cut in another way, through chains; and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same(found: Any, expected: Array) -> None:
 
 @contextmanager
 def small_chunks(nbytes: int) -> Iterator[None]:
-    """Chunks of a few bytes, for as long as a store is written and read: everything has several of them."""
+    """Chunks of a few bytes while a store is written and read, so that every tensor has several of them."""
     modules = [layout, shard_streams, chain, replay, stored_base, deep_verify]
     patches = [mock.patch.object(module, "CHUNK", nbytes) for module in modules]
     for patch in patches:
@@ -112,7 +112,7 @@ def test_chains_of_shards_are_put_together_and_cut_again(shape: tuple[int, ...],
 
 
 def test_rounded_copies_in_shards_are_made_of_the_same_shards() -> None:
-    """Codec `derive` names its master by the tensor's name: of a shard that is the master's shard of the same box."""
+    """Codec `derive` names its master by the tensor's name: for a shard that is the master's shard of the same box."""
     master = np.linspace(-1, 1, 48, dtype="<f4").reshape(8, 6)
     copy = master.astype("<f2")
     codec = codecs.Derive("F16")
@@ -124,7 +124,7 @@ def test_rounded_copies_in_shards_are_made_of_the_same_shards() -> None:
     same(found["copy"], copy)
     same(made.store.load(1, framework="numpy", select="copy")["copy"], copy)
     assert made.store.verify(deep=True).ok
-    made.commit(2, by_rank(cut("master", master, rows((8, 6), 2)), copies))  # its box is not there
+    made.commit(2, by_rank(cut("master", master, rows((8, 6), 2)), copies))  # its box does not exist
     with pytest.raises(CorruptSegmentError, match=r"tensor 'copy' \[0:8, 0:3\]: derived from 'master'"):
         made.store.load(2)
 
@@ -149,7 +149,7 @@ def test_large_shards_are_read_to_their_places() -> None:
 
 
 def test_large_rows_are_read_straight_into_place(tmp_path: Any) -> None:
-    """Ranks that lay their segments out alike, and rows of whole pages: every shard is read to where it belongs."""
+    """Ranks that lay out their segments alike, and rows of whole pages: every shard is read straight into its place."""
     whole = numbers((1024, 4096))
     made = ShardStore(str(tmp_path / "store"))
     before = [Piece(f"before.{rank}", np.zeros(128, "u1")) for rank in range(2)]  # so that they begin within a page
@@ -160,7 +160,7 @@ def test_large_rows_are_read_straight_into_place(tmp_path: Any) -> None:
         same(made.store.read_tensor(1, "w", box=box).view("<f4").reshape(512, 4096), whole[box].copy())
 
 
-# -- what is read
+# -- reads
 
 
 def reads_of(made: ShardStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
@@ -232,13 +232,13 @@ def test_a_box_is_given_by_slices() -> None:
             read(1, "w", box=wrong)
 
 
-# -- into what the caller has
+# -- into the caller's memory
 
 
 @settings(max_examples=short_or(24, 60), deadline=None)
 @given(SHAPES, st.sampled_from(DTYPES), st.integers(0, 2**32), st.booleans())
 def test_any_part_of_any_cut_is_filled(shape: tuple[int, ...], dtype: str, seed: int, whole_stored: bool) -> None:
-    """The link below `into=` with DTensors: memory and the box that it is."""
+    """The function under `into=` with DTensors: memory, and the box that it holds."""
     chance = random.Random(seed)
     whole = numbers(shape, dtype, seed)
     made = ShardStore()
@@ -287,7 +287,7 @@ def test_progress_tells_of_every_byte_once() -> None:
     assert told[-1] == (8 * 8 * 4 + 20, 8 * 8 * 4 + 20)
 
 
-# -- what is refused
+# -- refusals
 
 
 W = numbers((4, 3))
@@ -431,7 +431,7 @@ def test_many_small_tensors_share_memory() -> None:
 
 
 def test_a_base_is_read_back_shard_by_shard() -> None:
-    """What a rank codes its deltas against: the shard of the same box, by its key."""
+    """The base of a rank's deltas: the shard of the same box, by its key."""
     old, new = numbers((6, 4)), numbers((6, 4), seed=2)
     made = ShardStore()
     made.commit(1, by_rank(cut("w", old, rows((6, 4), 2))))

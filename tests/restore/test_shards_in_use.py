@@ -1,4 +1,4 @@
-"""What works on checkpoints does so where tensors are stored in shards, or refuses and says why."""
+"""Operations on checkpoints whose tensors are stored in shards: they work, or refuse with the reason."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_export_is_a_plain_file(made: ShardStore, step: int, tmp_path: Path) -> 
 
 
 def test_export_does_not_hold_the_tensor_in_memory(tmp_path: Path) -> None:
-    """96 MiB cut by rows, a chunk of at most 16 MiB of each of two neighbours in memory, and what it becomes."""
+    """96 MiB cut by rows, with a chunk of at most 16 MiB of each of two neighbours in memory, and the result."""
     shape = (24, 1 << 20)
     made = ShardStore(str(tmp_path / "store"))
     whole = np.arange(24 << 20, dtype="<f4").reshape(shape)
@@ -70,7 +70,7 @@ def test_export_does_not_hold_the_tensor_in_memory(tmp_path: Path) -> None:
         made.store.export(1, tmp_path / "out.safetensors")
     assert np.array_equal(load_file(tmp_path / "out.safetensors")["w"], whole)
     assert max(measured) < 17 << 20
-    assert sum(measured) <= 6 * (17 << 20)  # a room for each shard, one after the other, the output and a payload
+    assert sum(measured) <= 6 * (17 << 20)  # space for each shard, one after the other, the output and a payload
 
 
 def test_inspect_shows_shards(made: ShardStore) -> None:
@@ -113,7 +113,7 @@ def test_verify_proves_shards(made: ShardStore) -> None:
     assert report.restorable == ("1@1", "2@1", "3@1")
 
 
-def test_other_commands_read_and_gc_and_retire_go_on(made: ShardStore) -> None:
+def test_other_commands_still_work(made: ShardStore) -> None:
     made.store.tag("kept", 2, take_over=True)
     made.store.retire(1, take_over=True)
     made.store.gc()
@@ -194,7 +194,7 @@ def test_a_box_says_where_it_is() -> None:
 
 
 def test_more_segments_than_descriptors(tmp_path: Path) -> None:
-    """A thousand ranks, or long chains of a hundred: a process has a thousand descriptors, often."""
+    """A thousand ranks, or long chains of a hundred: a process often has only a thousand descriptors."""
     resource = pytest.importorskip("resource")
     made = ShardStore(str(tmp_path / "store"))
     whole = numbers(1, (300, 4))

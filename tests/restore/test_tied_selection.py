@@ -1,4 +1,4 @@
-"""A selection is of places; targets of `into` that share memory are refused."""
+"""A selection names places; targets of `into` that share memory are refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TestLoad:
         assert list(found["o"]) == [("k", 1)]
         assert len(found[5]) == 1
 
-    def test_what_matches_no_place(self) -> None:
+    def test_a_selection_that_matches_no_place(self) -> None:
         with pytest.raises(TensorNotFoundError, match=r"'model.ww'; close: model\.w"):
             stored(teacher()).load(1, select="model.ww")
 
@@ -163,14 +163,14 @@ class TestInto:
         same(target, state["model"])
 
     def test_into_the_whole_state(self) -> None:
-        """The target's own first place is not one that was selected."""
+        """The target's own first place was not selected."""
         state, w = teacher(), torch.zeros(3)
         into = {"teacher": {"w": w, "c": torch.zeros(3)}, "model": {"w": w, "d": torch.zeros(3)}}
         stored(state).load(1, into=into, select="model.*")
         same(into["model"], state["model"])
         assert not into["teacher"]["c"].any()
 
-    def test_what_is_one_in_the_checkpoint_and_two_in_the_target(self) -> None:
+    def test_one_tensor_in_the_checkpoint_and_two_in_the_target(self) -> None:
         into = {"teacher": {"w": torch.zeros(3)}, "model": {"w": torch.zeros(3)}}
         with pytest.raises(UsageError, match=r"has a tensor 'model\.w' that is not in the checkpoint \(1 in total\)"):
             stored(teacher()).load(1, into=into, select="*.w")
@@ -342,9 +342,9 @@ class TestExport:
 
 
 def test_a_tensor_may_be_named_after_another_place_than_its_first() -> None:
-    """As ranks name it, whose dicts have other orders (SPEC.md 3.3): every place has a name of its own still."""
+    """Ranks' dicts have other orders, so they name it so (SPEC.md 3.3): every place still has its own name."""
     assert place_names([(("z",), "a"), (("a",), "a"), (("b", 0), "a"), (("c",), "c")]) == ["z", "a", "b.0", "c"]
     assert place_names([(("z", "y"), "a%2Eb"), (("a.b",), "a%2Eb")]) == ["a%2Eb", "a.b"]  # none has it as plain name
     assert place_names([(("rng",), "rng@0"), (("alias",), "rng@0")]) == ["rng@0", "alias"]
-    # Named after its first place, escaped, it stays that one's, whatever others are called.
+    # Named after its first place, escaped, it keeps that name, whatever the names of others.
     assert place_names([(("a.b",), "a%2Eb"), (("a%2Eb",), "a%2Eb")]) == ["a%2Eb", "a%2Eb"]

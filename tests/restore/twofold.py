@@ -1,4 +1,4 @@
-"""A store with a checkpoint that is stored twice: as a delta, as the writer left it, and as a full, in a later term."""
+"""A store with a checkpoint that is stored twice: as the writer's delta, and as a full, in a later term."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckptstore.segments.write_session import SegmentSession
 
 
 def state(step: int) -> dict[str, object]:
-    """Two tensors that drift a little, and one that does not."""
+    """Two tensors that drift a little, and one that does not change."""
     rng = np.random.default_rng(1)
     weight = rng.standard_normal(60_000).astype("f4")
     return {"w": weight * np.float32(1 + step * 1e-6), "v": weight[:5000] + step, "table": np.arange(900), "n": step}

@@ -1,4 +1,4 @@
-"""Segments that no writer of ours makes, under hashes that fit: the right bits, or an error of the documented kind."""
+"""Segments that no writer of ours makes, with valid hashes: the right bits, or an error of the documented kind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHUNK = 16 << 20
 
 @pytest.fixture
 def forge(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ckptstore.Store]:
-    """Saves states whose tensors are described otherwise than they are."""
+    """Saves states whose tensors are described wrongly."""
 
     def forged(states: list[dict[str, Any]], change: Callable[[TensorEntry], TensorEntry]) -> ckptstore.Store:
         original = delta_encoding.append_tensor
@@ -57,7 +57,7 @@ def test_a_header_of_another_length_than_was_committed(length: int) -> None:
 
 
 def damaged(folder: Path, old: bytes, new: bytes) -> ckptstore.Store:
-    """A store of one segment in which bytes are others."""
+    """A store of one segment in which some bytes are changed."""
     assert len(old) == len(new)
     store = ckptstore.open(folder)
     with store.writer(poll_seconds=None) as writer:
@@ -70,13 +70,13 @@ def damaged(folder: Path, old: bytes, new: bytes) -> ckptstore.Store:
 
 
 def test_every_byte_of_the_header_counts(tmp_path: Path) -> None:
-    """Another value in the state's tree is JSON as good as the right one; only the header's hash tells."""
+    """Another value in the state's tree is JSON as valid as the right one; only the header's hash shows it."""
     store = damaged(tmp_path, b"what is in the tree", b"what is on the tree")
     with pytest.raises(CorruptSegmentError, match="header's hash"):
         store.load(1)
 
 
-def test_what_is_mapped_is_compared_first(tmp_path: Path) -> None:
+def test_mapped_tensors_are_compared_first(tmp_path: Path) -> None:
     store = damaged(tmp_path, b"the bits", b"the bats")
     with pytest.raises(CorruptSegmentError, match="'w': checksum"):
         store.load(1, mmap=True)
@@ -93,7 +93,7 @@ def test_copies_of_what_is_no_master(forge: Callable[..., ckptstore.Store], of: 
 
     store = forge([state], misled)
     assert store.backend.list("seg/")
-    for verify in (True, False):  # hashes do not have to tell what the description does
+    for verify in (True, False):  # hashes need not detect what the description shows
         with pytest.raises(ckptstore.CorruptSegmentError, match=r"seg/.*tensor 'c'"):
             store.load(1, verify=verify)
 
@@ -111,7 +111,7 @@ def test_a_master_that_derives_from_itself(forge: Callable[..., ckptstore.Store]
 
 @pytest.mark.parametrize("what", ["shape", "dtype"])
 def test_a_base_of_another_shape(forge: Callable[..., ckptstore.Store], what: str) -> None:
-    """What the hashes say of the bits is not asked."""
+    """The hashes of the bits are not checked."""
     first = np.random.default_rng(0).integers(0, 256, (20, 3000), dtype=np.uint8)
     second = first.copy()
     second[1, ::1000] += 1
@@ -135,7 +135,7 @@ def test_a_base_of_another_shape(forge: Callable[..., ckptstore.Store], what: st
 
 @pytest.fixture
 def misdescribed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ckptstore.Store]:
-    """Saves a full and a delta, whose document is another one than it should be."""
+    """Saves a full and a delta whose document is changed."""
 
     def saved(change: Callable[[SegmentDoc], SegmentDoc], kind: str = "delta") -> ckptstore.Store:
         original = packed_segments.encode_packed
@@ -174,7 +174,7 @@ def test_a_segment_that_builds_on_something_else(misdescribed: Callable[..., ckp
 
 
 def test_a_full_that_builds_on_something(misdescribed: Callable[..., ckptstore.Store]) -> None:
-    """Whoever rebuilt the log from it would make a delta of it."""
+    """A log that is rebuilt from it would make a delta of it."""
     below = CheckpointId(1, 0, "0" * 32)
     store = misdescribed(lambda doc: replace(doc, encodings={1: replace(doc.encodings[1], base=below)}), "full")
     with pytest.raises(CorruptSegmentError, match="does not build 1@1 on nothing"):
@@ -235,7 +235,7 @@ WAYS: dict[str, Callable[[ckptstore.Store], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("codec", ["derive", "delta"])
 def test_payloads_that_fit_and_lead_elsewhere(forge: Callable[..., ckptstore.Store], way: str, codec: str) -> None:
-    """Every stored byte is what was stored; what it becomes is not what the log says that was saved."""
+    """Every stored byte is as it was stored; the decoded bytes are not those that the log names."""
     states = []
     for step in range(2):
         weight = torch.arange(2100.0).reshape(70, 30) * (1 + step / 128)

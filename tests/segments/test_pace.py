@@ -1,4 +1,4 @@
-"""How many threads hash at once depends on who waits for whom."""
+"""How many threads hash at once: it depends on which side waits for the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptstore.segments.block_stream import BlockWrites
 
 
 class Sink:
-    """A medium that takes a block when it may."""
+    """A medium that takes a block when the test permits it."""
 
     def __init__(self, broken: bool = False) -> None:
         self.open = threading.Event()
@@ -86,7 +86,7 @@ def test_several_threads_while_the_medium_waits() -> None:
         assert jobs.most == 3
 
 
-def test_a_thread_that_waits_goes_on_when_the_medium_is_done() -> None:
+def test_a_waiting_thread_continues_when_the_medium_is_done() -> None:
     sink = Sink()
     with writing(sink) as (writes, workers):
         jobs = Jobs(writes)
@@ -94,13 +94,13 @@ def test_a_thread_that_waits_goes_on_when_the_medium_is_done() -> None:
         met = threading.Barrier(2)
 
         def work() -> None:
-            sink.open.set()  # the second job begins though the first still runs
+            sink.open.set()  # the second job begins while the first still runs
             met.wait(120)
 
         assert list(workers.in_order(writes.paced([work, work]))) == [None, None]
 
 
-def test_a_job_or_a_medium_that_fails_holds_nobody_up() -> None:
+def test_a_failed_job_or_medium_blocks_no_thread() -> None:
     sink = Sink(broken=True)
     with writing(sink) as (writes, workers):
         jobs = Jobs(writes)

@@ -1,4 +1,4 @@
-"""Plain fulls: the same file from tensors anywhere and from a snapshot, by threads with bytes of their own."""
+"""Plain fulls: the same file from tensors anywhere and from a snapshot, by threads that each have their own bytes."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @dataclass
 class Media:
-    """Every sink that memory stores open; a write fails if `fails` says so of its number."""
+    """Every sink that memory stores open; the writes whose numbers are in `fails` fail."""
 
     fails: Callable[[int], bool] = lambda _: False
     opened: list[RecordingSink] = field(default_factory=list)
 
 
 class RecordingSink(SegmentSink):
-    """Checks what `SegmentSink.write` asks of its callers, and that nobody writes any more when it ends."""
+    """Checks the obligations of `SegmentSink.write`'s callers, and that no thread still writes when it ends."""
 
     def __init__(self, inner: SegmentSink, media: Media) -> None:
         self.inner = inner
@@ -139,7 +139,7 @@ def store() -> ckptstore.Store:
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Segments of fewer bytes, as they are written and as snapshots are laid out."""
+    """Limits the bytes of segments, written ones and layouts of snapshots."""
     monkeypatch.setattr("ckptstore.backends.base.Backend.segment_bytes", limit)
 
 
@@ -153,7 +153,7 @@ def images(flat: FlatState) -> dict[str, bytes]:
 
 
 def check(store: ckptstore.Store, ref: int, state: dict[str, Any], limit: int) -> list[bytes]:
-    """Compare a full with what the format says of the state's bytes -> the data of its segments."""
+    """Compare a full with the format's layout of the state's bytes -> the data of its segments."""
     flat = bridge.flattened(state)
     expected = images(flat)
     specs = [TensorSpec(name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()]
@@ -199,7 +199,7 @@ def test_the_same_file_from_tensors_anywhere_and_from_a_snapshot(
 
 
 def count_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one with every staging block that is taken from now on."""
+    """A count that grows by one with every staging block that is taken from now on."""
     taken: list[int] = []
     take = Staging.take
 
@@ -231,7 +231,7 @@ def test_a_snapshot_that_was_laid_out_for_other_segments_is_copied(
     st.integers(0, 20_000),
 )
 def test_regions_are_what_segments_will_be(tensors: list[tuple[str, int, int]], limit: int) -> None:
-    """Whatever the header's length: tensors have the same places behind a page's beginning, and memory is bounded."""
+    """Whatever the header's length: tensors have the same places relative to pages, and memory is bounded."""
     named = tuple((str(number), dtype, (count * times,)) for number, (dtype, count, times) in enumerate(tensors))
     plan = plan_regions(named, limit)
     divided = split([TensorSpec(*one) for one in named], limit)
@@ -255,7 +255,7 @@ def test_regions_are_what_segments_will_be(tensors: list[tuple[str, int, int]], 
 @pytest.mark.parametrize("how", ["save", "save_async"])
 @pytest.mark.parametrize("failing", [1, 7, 8])
 def test_a_write_that_fails(store: ckptstore.Store, media: Media, how: str, failing: int) -> None:
-    """It is the save's error; the sink is given up once nobody writes, and no memory is lost."""
+    """It is the save's error; the sink is given up once no thread writes, and no memory is lost."""
     state = {f"w{number}": noise(9_000_000, number) for number in range(7)}
     with store.writer(poll_seconds=None) as writer:
 
@@ -277,7 +277,7 @@ def test_a_write_that_fails(store: ckptstore.Store, media: Media, how: str, fail
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
 def test_after_a_write_that_failed_little_more_is_sent(store: ckptstore.Store, media: Media, how: str) -> None:
-    """Not a whole state into a disk that is gone. Two blocks are under way at most."""
+    """Not a whole state into a failed disk. At most two blocks are in flight."""
     media.fails = lambda number: number == 1
     state = {f"w{number}": noise(9_000_000, number) for number in range(9)}
     with (
@@ -319,7 +319,7 @@ def test_a_tensor_that_cannot_be_read_stops_the_save(store: ckptstore.Store, med
 
 
 def test_several_threads_copy_and_hash(store: ckptstore.Store, media: Media) -> None:
-    """Two units wait for each other: with one thread neither would go on."""
+    """Two units wait for each other: with one thread neither would continue."""
     together = threading.Barrier(2, timeout=60)
 
     class Meeting(NumpySource):
@@ -382,7 +382,8 @@ def device_tensors() -> dict[str, Any]:
 def test_devices_compute_the_digests_of_their_tensors(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, device_tensors: dict[str, Any], how: str, space: int
 ) -> None:
-    """Host tensors take the path of a device's here. It has memory for so many of them; the host computes the rest."""
+    """Host tensors take the path of a device's here. The device has memory for only some of them; the host computes the
+    rest."""
     from ckptstore.frameworks import torch_digest
 
     asked: list[int] = []
@@ -407,10 +408,10 @@ def test_devices_compute_the_digests_of_their_tensors(
 
 
 @pytest.mark.parametrize("options", [{"deltas": 1}, {"diffs": ckptstore.DiffOptions(batch=1)}], ids=["deltas", "diffs"])
-def test_what_is_coded_is_summed_up_by_the_host(
+def test_the_host_digests_encoded_tensors(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, device_tensors: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """A device would compute what nobody reads."""
+    """A device would compute digests that nobody reads."""
     from ckptstore.frameworks import torch_digest
 
     monkeypatch.setattr(torch_digest, "_computes", lambda _: True)
@@ -448,7 +449,7 @@ def test_memory_of_snapshots_is_reused(store: ckptstore.Store, media: Media, mon
 
 
 def test_a_full_that_stays_in_memory_as_base(store: ckptstore.Store) -> None:
-    """Deltas and step diffs build on the memory that was written; it is not changed by that."""
+    """Deltas and step diffs build on the memory that was written; they do not change it."""
     state = STATES["large"]()
     with store.writer(deltas=1, poll_seconds=None) as writer:
         writer.save_async(state, 1)
@@ -460,7 +461,7 @@ def test_a_full_that_stays_in_memory_as_base(store: ckptstore.Store) -> None:
 
 
 def test_files_of_a_folder(tmp_path: Path) -> None:
-    """Past the page cache, too, if the disk allows it."""
+    """Also past the page cache, if the disk allows it."""
     state = STATES["large"]()
     store = ckptstore.open(tmp_path / "store")
     with store.writer(poll_seconds=None) as writer:

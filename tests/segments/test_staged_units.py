@@ -1,4 +1,4 @@
-"""Units on their way from who copies to who writes: in order, each freed once, never while it is still copied to."""
+"""Units in the queue from copying to writing threads: in order, each freed once, never while it is still copied to."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_units_come_in_order_and_memory_is_used_again(memory: Arenas) -> None:
     found: list[int] = []
     taking = threading.Thread(target=lambda: found.extend(values(arrivals, 40)))
 
-    def short() -> None:  # as a full does, whose lane begins when memory is short
+    def short() -> None:  # like a full, whose lane begins when memory is short
         if not begun:
             begun.append("short")
             assert memory.used == 4 * PAGE
@@ -68,7 +68,7 @@ def test_units_come_in_order_and_memory_is_used_again(memory: Arenas) -> None:
     assert not arrivals.spoiled
 
 
-def test_a_copy_that_fails_is_told_on_both_sides(memory: Arenas) -> None:
+def test_a_failed_copy_is_reported_on_both_sides(memory: Arenas) -> None:
     failed: Future[None] = Future()
     failed.set_exception(OSError("the device is gone"))
     arrivals = StagedUnits()
@@ -119,7 +119,7 @@ def test_a_copy_that_cannot_begin_leaves_no_memory_behind(memory: Arenas) -> Non
     assert memory.used == 0
 
 
-def test_what_is_there_is_given_before_the_error(memory: Arenas) -> None:
+def test_finished_units_are_yielded_before_the_error(memory: Arenas) -> None:
     arrivals = StagedUnits()
     arrivals.bring([(PAGE, filled(5))], memory, ignored)
     arrivals.fail(OSError("first"))
@@ -131,7 +131,7 @@ def test_what_is_there_is_given_before_the_error(memory: Arenas) -> None:
 
 
 @pytest.mark.parametrize("how", ["fail", "wake", "put"])
-def test_who_waits_for_a_unit_hears_of_it(memory: Arenas, how: str) -> None:
+def test_a_wait_for_a_unit_raises_the_error(memory: Arenas, how: str) -> None:
     stopped = threading.Event()
 
     def stop() -> None:
@@ -173,7 +173,7 @@ def test_nothing_is_taken_once_it_is_stopped(memory: Arenas) -> None:
 
 
 def test_discarded_memory_waits_for_the_copy_and_is_freed_once(memory: Arenas) -> None:
-    """What has not begun never does; what runs is waited for; what was taken is freed as well."""
+    """A copy that has not begun never begins; a running copy is waited for; units that were taken are freed as well."""
     arrivals = StagedUnits()
     freed: list[int] = []
 
@@ -216,7 +216,7 @@ def test_discarded_memory_waits_for_the_copy_and_is_freed_once(memory: Arenas) -
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_what_is_not_wanted_is_not_copied(memory: Arenas, raises: bool) -> None:
+def test_unneeded_units_are_not_copied(memory: Arenas, raises: bool) -> None:
     arrivals = StagedUnits()
     begun: list[int] = []
     asked: list[str] = []
@@ -243,7 +243,7 @@ def test_what_is_not_wanted_is_not_copied(memory: Arenas, raises: bool) -> None:
 
 
 def test_a_copy_that_was_given_up_before_it_began_is_no_error(memory: Arenas) -> None:
-    """Whoever gave it up says why; the caller's thread has nothing to add."""
+    """The thread that gave it up has reported why; the caller's thread adds no error."""
     arrivals, going, pool = StagedUnits(), threading.Event(), ThreadPoolExecutor(1)
     pool.submit(going.wait, 30)
 

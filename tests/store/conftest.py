@@ -1,4 +1,4 @@
-"""Where the tests of a store make one."""
+"""The places of the stores in these tests."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import ckptstore
 
 
 def training_state(seed: int = 0, width: int = 64) -> dict[str, Any]:
-    """Model, AdamW, scheduler, random states, loader position: everything a resume needs."""
+    """Model, AdamW, scheduler, random states, loader position: everything that a resume needs."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 3))
     model.register_parameter("tied", model[0].weight)
@@ -88,7 +88,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def files(root: Path) -> list[Path]:
-    """Every object of a store, sorted: names with a dot are none."""
+    """Every object of a store, sorted; names with a dot are no objects."""
     return sorted(path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 

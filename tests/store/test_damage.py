@@ -65,7 +65,7 @@ def test_pristine_is_intact(pristine: Path) -> None:
 
 @pytest.mark.slow
 def test_every_flipped_byte_is_reported_and_never_returned(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_objects, "STILL", 0.01)  # nobody is writing what is torn here
+    monkeypatch.setattr(partial_objects, "STILL", 0.01)  # nobody is writing the torn object here
     flips = 0
     for file in files(pristine):
         original = file.read_bytes()
@@ -76,7 +76,7 @@ def test_every_flipped_byte_is_reported_and_never_returned(pristine: Path, monke
             where = f"{file.relative_to(pristine)} byte {offset}"
             report = ckptstore.verify(pristine)
             assert [d for d in report.damage if d.key == str(file.relative_to(pristine))], where
-            # A segment's damage meets the checkpoints that need it; elsewhere they take turns.
+            # A segment's damage is tested on the checkpoints that need it; elsewhere they take turns.
             everyone = list(STATES)
             for ref in everyone if file.suffix == ".safetensors" else [everyone[flips % len(everyone)]]:
                 state = STATES[ref]
@@ -114,7 +114,9 @@ def test_damage_is_named_with_what_it_costs(pristine: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("folder", ["log", "fold"])
-def test_what_has_no_slots_or_folds_name_is_named_and_is_no_damage(pristine: Path, tmp_path: Path, folder: str) -> None:
+def test_files_without_the_name_of_a_slot_or_fold_are_named_and_are_no_damage(
+    pristine: Path, tmp_path: Path, folder: str
+) -> None:
     root = tmp_path / "store"
     shutil.copytree(pristine, root)
     whole = next(file for file in files(root) if file.parent.name == folder)
@@ -146,7 +148,8 @@ def test_a_damaged_newest_slot_hides_nothing(tmp_path: Path) -> None:
     with store.writer() as writer:
         for step in (1, 2, 3):
             writer.save({"step": step}, step=step)
-    newest = sorted((tmp_path / "store" / "log").iterdir())[-2]  # after it there is only that the writer was closed
+    # Only the record that the writer was closed comes after it.
+    newest = sorted((tmp_path / "store" / "log").iterdir())[-2]
     data = bytearray(newest.read_bytes())
     data[20] ^= 4
     newest.write_bytes(data)
@@ -166,7 +169,7 @@ Layered = tuple[Path, dict[str, Any]]
 
 @pytest.fixture(scope="module", params=["deltas", "steps"])
 def layered(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Layered:
-    """Checkpoints that build on each other, of which some tensors do not.
+    """Checkpoints that build on each other, except some of their tensors.
 
     deltas: a chain of these, then steps without an optimizer, three to a segment. steps: of an optimizer, with copies
     of its masters and parameters small enough to be laid end to end; some are merged.
@@ -209,7 +212,7 @@ def loadable(root: Path, truth: dict[str, Any]) -> list[str]:
 
 
 def test_lost_is_what_cannot_be_loaded_and_nothing_else(layered: Layered) -> None:
-    """Also where the damaged segment is read, and the damage lies beside what is read of it."""
+    """Also if the damaged segment is read, and the damage lies beside the part that is read."""
     root, truth = layered
     chance = random.Random(0)
     reads = {ref: {entry.key for entry, _ in ckptstore.open(root).describe(ref)} for ref in truth}
@@ -225,7 +228,7 @@ def test_lost_is_what_cannot_be_loaded_and_nothing_else(layered: Layered) -> Non
             file.write_bytes(damaged)
             report = ckptstore.verify(root)
             if file.relative_to(root).as_posix() in report.orphans:
-                continue  # what merging left
+                continue  # the leftovers of merging
             (damage,) = report.damage
             loaded = loadable(root, truth)
             assert list(report.restorable) == loaded, (file.name, offset)

@@ -1,4 +1,4 @@
-"""Slots that are gone from the middle of a log: every reader is told once, and no reader is told twice."""
+"""Slots that are gone from the middle of a log: every reader is warned once, and no reader twice."""
 
 from __future__ import annotations
 
@@ -84,19 +84,19 @@ READERS: dict[str, Callable[[ckptstore.Store], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_every_reader_is_told_once(root: Path, reader: str) -> None:
+def test_every_reader_is_warned_once(root: Path, reader: str) -> None:
     store = ckptstore.open(root)
     with pytest.warns(DamagedLogWarning, match=r"log slots 17, 18 are damaged or missing.*`ckpt verify .*run`") as told:
         READERS[reader](store)
     assert len(told) == 1
     assert told[0].filename == __file__, "it blames the caller's line"
-    assert store.latest_step()  # nothing more is said: a warning is an error here
+    assert store.latest_step()  # there is no further warning: it would be an error here
     assert len(store.checkpoints()) in (35, 36, 37)
     with pytest.warns(DamagedLogWarning):
         ckptstore.open(root).checkpoints()  # another handle
 
 
-def test_what_refuses_or_reports_says_it_itself(root: Path, tmp_path: Path) -> None:
+def test_operations_that_refuse_or_report_give_no_warning(root: Path, tmp_path: Path) -> None:
     store = ckptstore.open(root)
     assert {one.key for one in store.verify().damage} >= {slot_key(17), slot_key(18)}
     assert {one.key for one in ckptstore.repair(root, tmp_path / "repaired").damage} >= {slot_key(17), slot_key(18)}
@@ -107,7 +107,7 @@ def test_what_refuses_or_reports_says_it_itself(root: Path, tmp_path: Path) -> N
         store.prune("last:1")
 
 
-def test_damage_that_comes_later_is_told_when_it_comes(whole: Path, tmp_path: Path) -> None:
+def test_later_damage_causes_another_warning(whole: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     shutil.copytree(whole, root)
     store = ckptstore.open(root)
@@ -126,7 +126,7 @@ def test_damage_that_comes_later_is_told_when_it_comes(whole: Path, tmp_path: Pa
         store.latest_step()
 
 
-def test_a_lost_end_is_told(whole: Path, tmp_path: Path) -> None:
+def test_a_lost_end_causes_a_warning(whole: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     shutil.copytree(whole, root)
     (root / "seg" / "0000000009").mkdir()
@@ -159,7 +159,7 @@ def test_as_an_error_it_stops_one_call_and_no_second(root: Path) -> None:
         assert store.latest_step() == 38
 
 
-def test_a_fork_is_told_again(root: Path) -> None:
+def test_a_fork_is_warned_again(root: Path) -> None:
     store = ckptstore.open(root)
     with pytest.warns(DamagedLogWarning):
         store.latest_step()

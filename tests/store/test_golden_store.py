@@ -1,4 +1,4 @@
-"""The golden stores: what an earlier version wrote is restored, every step, bit for bit."""
+"""The golden stores: every step that an earlier version wrote is restored, bit for bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_golden_stores_stay_readable(name: str, kind: str, tmp_path: Path, reque
 
 
 def test_the_golden_store_has_everything() -> None:
-    """So that a reader which forgets how to read something notices."""
+    """So a reader that forgets how to read something fails."""
     store = ckptstore.open(GOLDEN / "store-1")
     codecs = set()
     for info in store.checkpoints():
@@ -63,7 +63,7 @@ def test_the_golden_store_has_everything() -> None:
 
 
 def test_the_script_makes_such_a_store_the_same_each_time(tmp_path: Path) -> None:
-    """Identities and times, too: making it again changes nothing that did not change."""
+    """Identities and times, too: making it again changes nothing else."""
     made = []
     for number in range(2):
         folder = tmp_path / str(number) / "store-1"
@@ -77,7 +77,8 @@ def test_the_script_makes_such_a_store_the_same_each_time(tmp_path: Path) -> Non
 def test_a_kernel_that_is_compiled_meanwhile_changes_no_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first run on a machine writes kernels to numba's cache, and so does one beside another that drops them."""
+    """The first run on a machine writes kernels to numba's cache, and so does one beside another process that drops
+    them."""
     numba = pytest.importorskip("numba")
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
 
@@ -94,7 +95,7 @@ def test_a_kernel_that_is_compiled_meanwhile_changes_no_identity(
 
 
 def test_arithmetic_that_is_not_known_is_no_damage(tmp_path: Path) -> None:
-    """A newer version reads it: the error says so, and names the tensor and what this version knows."""
+    """A newer version reads it: the error says so, and names the tensor and the arithmetic that this version knows."""
     store = ckptstore.open(shutil.copytree(GOLDEN / "conformance" / "unknown-rule", tmp_path / "store"))
     expected = r"'0.9.fma.predicted.weight': unknown optimizer rule 'adam/2': this version knows adam/1, sgd/1, skip/1"
     for verify in (True, False):

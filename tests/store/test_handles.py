@@ -1,4 +1,4 @@
-"""What a `Store` says of being copied to where it cannot work, and training of torch that is not there."""
+"""The errors of a `Store` that is copied to where it cannot work, and of training without torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_training_without_torch_says_what_to_install() -> None:
 
 
 def test_bytes_in_extra_state_say_what_to_do(tmp_path: Path) -> None:
-    """As the FAQ has it: what is refused with its remedy is saved, and loaded, by two hooks."""
+    """As in the FAQ: a refused state is saved, and loaded, by two hooks."""
     text = (Path(__file__).parents[2] / "docs" / "faq.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def test_bytes_in_extra_state_say_what_to_do(tmp_path: Path) -> None:
 
         def set_extra_state(self, state: Any) -> None:
             if not isinstance(state, io.BytesIO):
-                raise RuntimeError("Unsupported checkpoint format.")  # as TransformerEngine says
+                raise RuntimeError("Unsupported checkpoint format.")  # the error of TransformerEngine
             self.loaded = state.read()
 
     model = torch.nn.Sequential(Scaled())

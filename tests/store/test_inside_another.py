@@ -1,4 +1,4 @@
-"""A store is not made inside another: `ckpt ls` would not list it, and it would go with the outer one."""
+"""A store is not made inside another: `ckpt ls` would not list it, and it would be deleted with the outer one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def filled(place: str | Path, **how: Any) -> ckptstore.Store:
 
 @pytest.fixture(params=["folder", "pmem", "fsspec", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where the outer store is to be, and how it is opened."""
+    """The place of the outer store, and how it is opened."""
     name = uuid.uuid4().hex
     urls = {"folder": f"{tmp_path}/run", "fsspec": f"{tmp_path}/run"}
     urls |= {"pmem": f"pmem://{tmp_path}/run", "memory": f"memory://{name}"}
@@ -79,8 +79,8 @@ def test_the_place_counts_not_the_way_to_it(tmp_path: Path, monkeypatch: pytest.
     assert beside.latest_step() == 1
 
 
-def test_what_only_looks_like_a_store_keeps_nobody_out(tmp_path: Path) -> None:
-    """A file of somebody's that is called FORMAT, a folder that is called log, a folder that cannot be read."""
+def test_files_that_only_look_like_a_store_prevent_nothing(tmp_path: Path) -> None:
+    """A user's file that is called FORMAT, a folder that is called log, an unreadable folder."""
     (tmp_path / "log").mkdir()
     (tmp_path / "FORMAT").write_text("A4\n")
     filled(tmp_path / "log" / "run")
@@ -103,7 +103,7 @@ def test_a_damaged_store_is_one(tmp_path: Path, damage: bytes) -> None:
 
 
 def test_a_store_that_is_there_already_stays_usable(tmp_path: Path) -> None:
-    """Earlier versions made them: they are read and written, and gc of the outer one takes nothing of theirs."""
+    """Earlier versions made them: they are read and written, and gc of the outer one deletes nothing of theirs."""
     outer = filled(tmp_path / "run")
     with outer.writer(poll_seconds=None) as writer:
         writer.save({"w": 2.5}, 2)

@@ -1,4 +1,4 @@
-"""What people do by mistake, as an outside attacker found it: each is answered by an error that says what to do."""
+"""Common mistakes, as an outside attacker found them: each raises an error that gives a remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def saved(store: ckptstore.Store, *steps: int, **options: Any) -> None:
 
 
 def test_a_term_from_nothing_names_what_there_is_instead_of_latest(tmp_path: Path) -> None:
-    """It said that the store holds no checkpoint, and the next writer began from nothing without a word."""
+    """It said that the store holds no checkpoint, and the next writer silently began from nothing."""
     store = ckptstore.open(tmp_path / "s")
     saved(store, 1, 2)
     saved(store, parent=None)
@@ -50,7 +50,7 @@ def test_a_term_from_nothing_names_what_there_is_instead_of_latest(tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("error")
-def test_who_asks_for_a_run_from_nothing_is_not_warned(store: ckptstore.Store) -> None:
+def test_a_requested_run_from_nothing_causes_no_warning(store: ckptstore.Store) -> None:
     saved(store)
     saved(store, 1)
     saved(store, 1, parent=None)
@@ -62,7 +62,8 @@ REMEDY = "restore FORMAT from a copy"
 
 
 def test_a_store_without_format_is_not_taken_for_none(tmp_path: Path) -> None:
-    """`latest_step` said None, as where a run has yet to begin; and a live writer acknowledged what nobody can open."""
+    """`latest_step` was None, as for a run that has yet to begin; and a live writer acknowledged checkpoints that
+    nobody can open."""
     place = tmp_path / "s"
     held = ckptstore.open(place)
     assert held.latest_step() is None
@@ -102,7 +103,7 @@ def test_a_folder_that_holds_other_things_has_no_latest_step(tmp_path: Path) -> 
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
-    """It said: bad file descriptor. A descriptor that another folder has by then is never used."""
+    """The error was: bad file descriptor. A descriptor that another folder has by then is never used."""
     store = ckptstore.open(tmp_path / "s")
     saved(store, 1)
     store.close()
@@ -121,7 +122,7 @@ NO_TIMES = [math.nan, -1.0, -math.inf, "5", True]
 
 @pytest.mark.parametrize("timeout", NO_TIMES)
 def test_a_timeout_that_is_no_time_is_refused(store: ckptstore.Store, timeout: Any) -> None:
-    """NaN is never over: it waited for ever."""
+    """NaN never expires: it waited for ever."""
     saved(store, 1, 2, 3)
     asks: list[Callable[[], object]] = [
         lambda: store.tag("x", 1, timeout=timeout),
@@ -169,9 +170,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_an_option_of_a_writer_that_cannot_be_meant_opens_no_term(
-    store: ckptstore.Store, options: dict[str, Any]
-) -> None:
+def test_an_invalid_option_of_a_writer_opens_no_term(store: ckptstore.Store, options: dict[str, Any]) -> None:
     with pytest.raises(ckptstore.UsageError, match=rf"^{next(iter(options))}"):
         store.writer(**options)
     assert not store.backend.list("")
@@ -182,7 +181,7 @@ NO_BOUNDS += [{"nbytes": -1}, {"nbytes": NAN}, {"seconds": 0}, {"seconds": NAN},
 
 
 @pytest.mark.parametrize("bound", NO_BOUNDS, ids=str)
-def test_a_bound_that_cannot_be_meant_is_refused(bound: dict[str, Any]) -> None:
+def test_an_invalid_bound_is_refused(bound: dict[str, Any]) -> None:
     """NaN bounds nothing: no comparison with it is true."""
     with pytest.raises(ckptstore.UsageError, match=f"RestoreBound: {next(iter(bound))}"):
         ckptstore.RestoreBound(**bound)
@@ -195,18 +194,18 @@ NO_DIFFS += [{"batch_bytes": -1}, {"policy": 5}, {"controller": 5}]
 
 
 @pytest.mark.parametrize("options", NO_DELTAS, ids=str)
-def test_delta_options_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_delta_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ckptstore.UsageError):
         ckptstore.DeltaOptions(**options)
 
 
 @pytest.mark.parametrize("options", NO_DIFFS, ids=str)
-def test_diff_options_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_diff_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ckptstore.UsageError, match=next(iter(options))):
         ckptstore.DiffOptions(**options)
 
 
-def test_what_has_a_meaning_is_taken(store: ckptstore.Store) -> None:
+def test_valid_options_are_accepted(store: ckptstore.Store) -> None:
     assert ckptstore.DeltaOptions(bound="3x,30s").bound == ckptstore.RestoreBound(3.0, None, 30.0)  # type: ignore[arg-type]
     assert ckptstore.DiffOptions(seconds=INF).seconds is None
     assert ckptstore.DiffOptions(seconds=1e300).seconds is None
@@ -234,7 +233,7 @@ LOADS += [{"progress": 5}, {"rank": "x"}]
 
 
 @pytest.mark.parametrize("options", LOADS, ids=str)
-def test_an_option_of_load_that_cannot_be_meant_is_refused(store: ckptstore.Store, options: dict[str, Any]) -> None:
+def test_an_invalid_option_of_load_is_refused(store: ckptstore.Store, options: dict[str, Any]) -> None:
     saved(store, 1)
     with pytest.raises(ckptstore.UsageError, match=next(iter(options))):
         store.load(1, **options)
@@ -242,9 +241,7 @@ def test_an_option_of_load_that_cannot_be_meant_is_refused(store: ckptstore.Stor
 
 @pytest.mark.parametrize("call", ["save", "save_async"])
 @pytest.mark.parametrize("deltas", [None, 2])
-def test_updates_without_diffs_are_said_to_be_ignored_once(
-    store: ckptstore.Store, call: str, deltas: int | None
-) -> None:
+def test_updates_without_diffs_cause_one_warning(store: ckptstore.Store, call: str, deltas: int | None) -> None:
     with store.writer(poll_seconds=None, deltas=deltas) as writer:
         with pytest.warns(ckptstore.UnexplainedStepWarning, match=r"diffs=DiffOptions") as caught:
             _ = [getattr(writer, call)(state(step), step, updates=[]) for step in (1, 2, 3)]

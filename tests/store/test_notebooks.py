@@ -1,4 +1,4 @@
-"""What a notebook, a debugger and an interactive session show: tables, never a script, never a secret."""
+"""The display in a notebook, a debugger and an interactive session: tables, never a script, never a secret."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_stores_checkpoints_and_reports_are_tables(store: ckptstore.Store, tmp_p
     assert HOSTILE in shown(checkpoint)
     assert "(13 in all)" in shown(store.verify())
     assert "13@1" in shown(store.stats())
-    assert "Share(" not in shown(store.stats())  # what is in a cell reads as words
+    assert "Share(" not in shown(store.stats())  # the words of a cell
     assert "checkpoints 13, nbytes " in shown(store.stats())
     assert time.strftime("%Y-%m-%d", time.localtime(checkpoint.time)) in shown(checkpoint)
     assert str(checkpoint.time) not in shown(checkpoint)
@@ -108,7 +108,7 @@ def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in told:
         assert SECRET not in text
         assert KEY not in text
-    assert dict(backend.storage_options) == options  # an agent is told them
+    assert dict(backend.storage_options) == options  # an agent receives them
 
 
 def test_progress_is_a_line_on_stderr(
@@ -130,7 +130,7 @@ def test_progress_is_a_line_on_stderr(
     assert capsys.readouterr().err == ""
 
 
-def test_what_changes_a_store_says_what_it_did(store: ckptstore.Store) -> None:
+def test_results_of_changes_are_shown(store: ckptstore.Store) -> None:
     lineage = store.lineage(3)
     assert repr(lineage) == "<Lineage: 3 of 13 checkpoints, 1 term, latest 13@1>"
     assert "(3 in all)" in shown(lineage) or "13@1" in shown(lineage)

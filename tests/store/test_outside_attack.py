@@ -1,4 +1,4 @@
-"""What somebody found who attacked the package from outside, as its users would."""
+"""Findings of somebody who attacked the package from outside, through its users' interfaces."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_only_files_are_replaced(tmp_path: Path, kind: str, overwrite: bool) -> 
     with pytest.raises(UsageError, match=f"x.safetensors is {called}"):
         export(store.journal, 1, place, overwrite=overwrite)
     with pytest.raises(UsageError, match=called):
-        atomic_files.refuse_store(place)  # what --csv, --report and --plot ask
+        atomic_files.refuse_store(place)  # the requests of --csv, --report and --plot
     after = place.lstat()
     assert (after.st_ino, after.st_mode, after.st_rdev) == (before.st_ino, before.st_mode, before.st_rdev)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
@@ -188,7 +188,7 @@ time.sleep(60)
     ("how", "code", "steps"),
     [("exit", 0, [1, 2, 3]), ("diffs", -signal.SIGTERM, [1, 2, 3]), ("nothing", -signal.SIGTERM, [])],
 )
-def test_what_the_readme_says_of_sigterm(tmp_path: Path, how: str, code: int, steps: list[int]) -> None:
+def test_the_readmes_claim_about_sigterm(tmp_path: Path, how: str, code: int, steps: list[int]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TERMINATED, str(tmp_path / "run"), how],
         capture_output=True,
@@ -201,7 +201,7 @@ def test_what_the_readme_says_of_sigterm(tmp_path: Path, how: str, code: int, st
     assert [info.step for info in ckptstore.open(tmp_path / "run").checkpoints()] == steps
 
 
-def test_what_the_readme_says_of_views_and_byte_order(tmp_path: Path) -> None:
+def test_the_readmes_claim_about_views_and_byte_order(tmp_path: Path) -> None:
     import torch
 
     weights = torch.arange(6.0).reshape(2, 3)

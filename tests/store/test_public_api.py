@@ -1,4 +1,4 @@
-"""What `import ckptstore` promises: a curated list of names, found lazily, and nothing imported before it is needed."""
+"""The promises of `import ckptstore`: a curated list of names, found lazily, and no import before it is needed."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_the_packages_list_is_the_tree() -> None:
 
 
 def imported_modules() -> set[str]:
-    """What the installed package imports of others, at the top of a module or on demand."""
+    """The installed package's imports of other packages, at the top of a module or on demand."""
     root = Path(__file__).parents[2]
     found: set[str] = set()
     for folder in ("ckptstore", "cli", "formats"):
@@ -228,7 +228,7 @@ def imported_modules() -> set[str]:
     return found - set(sys.stdlib_module_names) - {"ckptstore", "_typeshed"}
 
 
-def test_what_is_declared_is_what_is_imported() -> None:
+def test_declared_dependencies_are_those_that_are_imported() -> None:
     import re
     import tomllib
 
@@ -239,7 +239,7 @@ def test_what_is_declared_is_what_is_imported() -> None:
 
     extras = project["optional-dependencies"]
     optional = names([*extras["torch"], *extras["plot"], *extras["fast"], *extras["s3"]])
-    optional.add("boto3")  # reads profile files for those who have it
+    optional.add("boto3")  # reads profile files for users that have it
     assert imported_modules() - optional == names(project["dependencies"])
     assert optional <= imported_modules()
 
@@ -306,7 +306,7 @@ def everything_named() -> dict[str, object]:
 
 
 def test_errors_say_where_they_live() -> None:
-    """A traceback reads ckptstore.errors.X, which is what can be imported."""
+    """A traceback names ckptstore.errors.X, which can be imported."""
     from ckptstore import errors
 
     for name, kind in vars(errors).items():

@@ -1,4 +1,4 @@
-"""A store that is moved, replaced or deleted under who has it open: nothing goes into a store that nobody opened."""
+"""A store that is moved, replaced or deleted while it is open: nothing is written to a store that nobody opened."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def writer_of(path: Path) -> Writer:
     return open_store(path).writer(poll_seconds=None)
 
 
-def test_a_writer_goes_on_in_the_store_that_it_opened_when_that_is_moved(tmp_path: Path) -> None:
+def test_a_writer_continues_in_its_store_when_that_is_moved(tmp_path: Path) -> None:
     with writer_of(tmp_path / "run") as writer:
         writer.save(state(1), step=1)
         (tmp_path / "run").rename(tmp_path / "run.old")
@@ -90,7 +90,7 @@ def test_an_older_copy_put_in_place_of_a_store_receives_nothing(tmp_path: Path) 
     assert [info.step for info in open_store(tmp_path / "run").checkpoints()] == [1]
 
 
-def test_a_deleted_store_is_reported_and_the_same_object_creates_anew(tmp_path: Path) -> None:
+def test_a_deleted_store_is_reported_and_the_same_object_creates_it_again(tmp_path: Path) -> None:
     store = open_store(tmp_path / "run")
     writer = store.writer(poll_seconds=None)
     writer.save(state(1), step=1)
@@ -171,7 +171,7 @@ def test_a_store_that_is_closed_holds_no_folder(tmp_path: Path) -> None:
 def test_a_log_that_is_swapped_under_a_writer_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: str, looks: bool
 ) -> None:
-    """By the writer, which looks at its last slot before each commit, and by the folder where that is not there."""
+    """The writer notices it by a look at its last slot before each commit; or by the folder, if the slot is absent."""
     monkeypatch.setattr(LocalBackend, "cheap_looks", looks)
     with writer_of(tmp_path / "other") as other:
         other.save(state(1), step=1)
@@ -286,7 +286,7 @@ def test_a_forked_child_reads_and_writes_through_the_same_handle(tmp_path: Path)
     assert backend.get("log/1") == b"parent"
 
 
-def test_who_opened_nothing_yet_opens_what_is_there_when_it_first_reads(tmp_path: Path) -> None:
+def test_a_handle_opens_the_store_that_exists_at_its_first_read(tmp_path: Path) -> None:
     reader = LocalBackend(tmp_path / "run")
     with pytest.raises(KeyNotFoundError):
         reader.get("FORMAT")
@@ -310,7 +310,7 @@ def test_who_opened_nothing_yet_opens_what_is_there_when_it_first_reads(tmp_path
 
 
 class Named(FaultyBackend):
-    """A medium that is asked by names alone: who deletes a store and makes another there changes what they mean."""
+    """A medium that is accessed only by names: replacing a store by another changes their meaning."""
 
     anchored = False
 
@@ -357,7 +357,7 @@ def test_a_commit_to_a_deleted_store_is_refused_where_there_are_no_handles() -> 
 
 @pytest.mark.parametrize("handles", [True, False])
 def test_a_slot_that_was_read_back_and_is_another_runs_says_so(handles: bool) -> None:
-    """Also where FORMAT was looked at just before: the store may be replaced in between."""
+    """Also if FORMAT was checked just before: the store may be replaced in between."""
     world, other = world_with_format(), world_with_format()
     theirs = open_term(Journal(other, other.fmt), None, patience=HASTE)
     save(theirs, 1)
@@ -399,7 +399,7 @@ def opened_by(world: World, pid: int, time: Callable[[], float] | None = None) -
     return open_term(world.journal, None, {"host": "node", "pid": pid}, HASTE)
 
 
-def test_two_ranks_that_both_open_a_writer_are_told_that_only_one_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_that_both_open_a_writer_get_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     now = [1000.0]
     monkeypatch.setattr("ckptstore.log.term.time.time", lambda: now[0])
@@ -411,7 +411,7 @@ def test_two_ranks_that_both_open_a_writer_are_told_that_only_one_may(monkeypatc
 
 
 @pytest.mark.parametrize(("pid", "later"), [(1, 3.0), (2, 61.0)])
-def test_who_takes_over_later_is_only_named(monkeypatch: pytest.MonkeyPatch, pid: int, later: float) -> None:
+def test_a_later_take_over_is_only_named(monkeypatch: pytest.MonkeyPatch, pid: int, later: float) -> None:
     world = World()
     now = [1000.0]
     monkeypatch.setattr("ckptstore.log.term.time.time", lambda: now[0])

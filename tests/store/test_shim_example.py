@@ -1,4 +1,4 @@
-"""The shim of ``examples/shim``: it is killed, continues, and ends with the bits of a run that was not killed."""
+"""The shim of ``examples/shim``: it is killed, continues, and ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public interface on real files: what was saved is what is loaded, and history is never overwritten."""
+"""The public interface on real files: saved states are loaded unchanged, and history is never overwritten."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TestRoundTrip:
                 assert loaded[name].shape == tuple(tensor.shape), name
 
     def test_a_state_with_too_long_a_text_is_refused_by_its_key(self) -> None:
-        """Before anything is sent anywhere, so one medium is enough for texts of so many bytes."""
+        """Before anything is sent, so one medium is enough for texts of so many bytes."""
         store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
         with store.writer() as writer:
             for save in (writer.save, writer.save_async):
@@ -191,7 +191,7 @@ class TestSelection:
             for refuse in (writer.save, writer.save_async):
                 with pytest.raises(StepOrderError, match="a whole number from 0"):
                     refuse({"n": 1}, step)
-            # A tag names a REF, which text may be.
+            # A tag names a REF, which may be text.
             error, why = (UsageError, "is no REF; use latest") if step != "7" else (CheckpointNotFoundError, "step 7")
             with pytest.raises(error, match=why):
                 writer.tag("best", step)
@@ -199,7 +199,7 @@ class TestSelection:
             with pytest.raises(UsageError, match="is no REF; use latest"):
                 store.load(step)
 
-    def test_a_checkpoint_in_place_of_its_ref_is_told_how(self, url: str) -> None:
+    def test_a_checkpoint_in_place_of_its_ref_is_refused_with_the_remedy(self, url: str) -> None:
         store = ckptstore.open(url)
         with store.writer() as writer:
             info = writer.save({"n": 1}, 1)
@@ -333,7 +333,7 @@ class TestAsync:
             writer.save_async({"w": torch.zeros(1 << 20)}, step=1)
         assert ckptstore.open(url).checkpoint().step == 1
 
-    def test_an_error_nobody_asked_for_surfaces(self, url: str) -> None:
+    def test_an_unclaimed_error_surfaces(self, url: str) -> None:
         store = ckptstore.open(url)
         writer = store.writer()
         with store.writer():

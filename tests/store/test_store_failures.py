@@ -1,4 +1,4 @@
-"""Saves that fail, are refused or interrupted: what the caller hears, and that nothing is lost or written."""
+"""Saves that fail, are refused or interrupted: the caller gets an error, and nothing is lost or written."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TestRefusals:
 
 
 class TestFailures:
-    """What a failed or interrupted save leaves behind, and who hears of it."""
+    """The effects of a failed or interrupted save, and its errors."""
 
     @staticmethod
     def fail(monkeypatch: pytest.MonkeyPatch, *steps: int) -> threading.Event:
@@ -91,7 +91,7 @@ class TestFailures:
             own, note = caught.value.__notes__
             assert re.match(r"step [13] was not saved$", own)
             assert re.match(r"step [13] was not saved, either: \[Errno 5\] no disk for the \d\. segment$", note)
-            # They are written at the same time, so which of them is the first segment is nobody's promise.
+            # They are written at the same time, so either may be the first segment.
             told = [str(asked.value), str(caught.value), note]
             assert sorted(text[-10:] for text in told) == ["1. segment", "2. segment", "3. segment"]
             writer.wait()
@@ -171,7 +171,7 @@ class TestFailures:
             ({"diffs": "auto"}, "diffs: 'auto'.*DiffOptions"),
         ],
     )
-    def test_bad_options_fence_nobody(self, url: str, options: dict[str, Any], complaint: str) -> None:
+    def test_invalid_options_fence_nobody(self, url: str, options: dict[str, Any], complaint: str) -> None:
         store = ckptstore.open(url)
         with store.writer() as writer:
             with pytest.raises(ckptstore.UsageError, match=complaint):

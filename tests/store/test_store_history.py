@@ -1,4 +1,4 @@
-"""Terms, forks, parents and tags of a store; what it says where it is opened."""
+"""Terms, forks, parents and tags of a store; the messages when it is opened."""
 
 from __future__ import annotations
 

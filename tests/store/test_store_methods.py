@@ -1,4 +1,4 @@
-"""What the command does, a `Store` does: each method once. The functions behind them have tests of their own."""
+"""The command's operations as methods of `Store`: each once. The functions behind them have their own tests."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_upkeep(store: ckptstore.Store) -> None:
 
 
 def test_the_command_asks_the_store() -> None:
-    """Whatever it does, a script can do: nothing of it reaches behind the `Store`."""
+    """A script can do everything that it does: it uses only the `Store`."""
     for path in (ROOT / "cli").rglob("*.py"):
         reached = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if is_journal(node)]
         assert not reached, (path, reached)

@@ -1,4 +1,4 @@
-"""Remotes on every medium that a second tier is likely to be on."""
+"""Remotes on every medium that a second tier is likely to use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Place:
 
     Attributes:
         here: the folder of the first machine.
-        there: where a second machine would have its own.
+        there: the folder of a second machine.
         remote, options: the remote.
     """
 
@@ -61,7 +61,7 @@ def folders(tmp_path: Path) -> Place:
 
 @dataclass(frozen=True)
 class Outage:
-    """A remote that one machine may not reach for a while.
+    """A remote that one machine cannot reach for a while.
 
     Attributes:
         place: as that machine has it.

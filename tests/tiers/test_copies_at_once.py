@@ -1,4 +1,4 @@
-"""Several processes that bring one run to one place in a bucket, where no lock keeps any of them waiting."""
+"""Several processes that bring one run to one place in a bucket, where no lock makes any of them wait."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def bucket(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def at(name: str, number: int, work: Callable[[], object]) -> Callable[[str], None]:
-    """In place of `crash_point`: does something when that one is passed for the `number`th time."""
+    """Replaces `crash_point`: acts when that point is passed for the `number`th time."""
     passed = []
 
     def point(place: str) -> None:
@@ -76,7 +76,7 @@ def at(name: str, number: int, work: Callable[[], object]) -> Callable[[str], No
     return point
 
 
-def test_who_finishes_a_copy_deletes_nothing_that_another_is_about_to_name(
+def test_finishing_a_copy_deletes_nothing_that_another_is_about_to_name(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = []
@@ -85,7 +85,7 @@ def test_who_finishes_a_copy_deletes_nothing_that_another_is_about_to_name(
         bucket.save(2)
         others.append(late(COPY, bucket.folder, bucket.url))
 
-    # The first slot is the term's, the second has all that there is to copy.
+    # The first slot is the term's, the second has everything that there is to copy.
     monkeypatch.setattr(log_copy, "crash_point", at("replica.slot-created", 2, meanwhile))
     try:
         assert bucket.store.copy(bucket.url).checkpoints == ("1@1",)
@@ -98,7 +98,7 @@ def test_who_finishes_a_copy_deletes_nothing_that_another_is_about_to_name(
     bucket.check(1, 2)
 
 
-def test_whose_slot_is_taken_reads_anew_and_brings_what_is_left(
+def test_a_drain_whose_slot_is_taken_reads_again_and_brings_the_rest(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def meanwhile() -> None:
@@ -111,8 +111,8 @@ def test_whose_slot_is_taken_reads_anew_and_brings_what_is_left(
     bucket.check(1, 2, 3)
 
 
-def test_nobody_puts_a_tag_back_that_another_has_brought_since(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is read before what there is to copy, which then is no older."""
+def test_a_newer_tag_is_not_put_back(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destination is read before the source, which is then no older."""
     bucket.elsewhere()
     begun = []
 
@@ -128,7 +128,7 @@ def test_nobody_puts_a_tag_back_that_another_has_brought_since(bucket: Bucket, m
     bucket.check(1, 2)
 
 
-def test_who_claims_a_place_in_which_another_has_made_it_all_takes_it_for_what_it_is(
+def test_a_claim_of_a_place_that_another_completed_accepts_the_copy(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe, begun = ObjectBackend.probe, []
@@ -166,7 +166,7 @@ def test_a_segment_of_a_copy_that_is_given_up_in_doubt_is_left_where_another_may
 
 
 def test_a_bucket_that_is_emptied_beside_a_drain_is_not_taken_for_the_remote(s3: Server, tmp_path: Path) -> None:
-    """Its log would begin in the middle: whoever asked for it would be told that the remote has what nothing names."""
+    """Its log would begin in the middle: readers would conclude that the remote has checkpoints that no slot names."""
     url = s3.url()
     store = ckptstore.open(tmp_path / "run", remote=url, remote_options=s3.options)
     writer = store.writer(poll_seconds=None)

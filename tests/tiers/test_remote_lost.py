@@ -39,7 +39,7 @@ def removed(backend: Backend, part: str) -> None:
 
 
 def told_while(what: Callable[[], object], match: str) -> int:
-    """How many warnings of the remote there are until a while after the first one, all of which match."""
+    """The number of warnings of the remote until a while after the first one, all of which match."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         what()
@@ -57,7 +57,7 @@ def until(what: Callable[[], object]) -> None:
 
 
 def lost_beside_a_writer(place: Place, part: str) -> list[str]:
-    """What is warned of while the writer is open, of a remote of which a part is deleted. Steps 1 to 5."""
+    """The warnings while the writer is open, of a remote of which a part is deleted. Steps 1 to 5."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         writer = place.open().writer(poll_seconds=None)
@@ -73,13 +73,13 @@ def lost_beside_a_writer(place: Place, part: str) -> list[str]:
         assert lag.checkpoints in (1, 2)
         assert "--anew" in (lag.error or "")
         with pytest.raises(RemoteLostError, match="--anew"):
-            writer.save_async(state(5), 5).result(tier="remote")  # no time-out: it says so, and does not hang
+            writer.save_async(state(5), 5).result(tier="remote")  # no timeout: it warns, and does not hang
         writer.close()
     return told
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_remote_that_is_deleted_beside_a_drain_is_told_while_training_runs(place: Place, part: str) -> None:
+def test_a_remote_deleted_beside_a_drain_is_reported_while_training_runs(place: Place, part: str) -> None:
     told = lost_beside_a_writer(place, part)
     assert len(told) == 1
     assert f"ckpt sync {place.here} {place.remote} --anew" in told[0]
@@ -87,7 +87,7 @@ def test_a_remote_that_is_deleted_beside_a_drain_is_told_while_training_runs(pla
     for how in (lambda: place.open().sync(), lambda: place.open().writer()):
         with pytest.raises(RemoteLostError, match="--anew"):
             how()
-    if part:  # "" is an empty place, which is made anew by its name
+    if part:  # "" is an empty place, which is made again by its name
         with pytest.raises(RemoteLostError, match="--anew"):
             place.open().sync(place.remote)
 
@@ -135,7 +135,7 @@ def test_another_runs_store_in_its_place_gets_nothing(place: Place) -> None:
 
 
 def test_a_folded_remote_is_what_it_was(folders: Place) -> None:
-    """Slots that a fold replaces go, also while another drain is ahead."""
+    """Slots that a fold replaces are deleted, also while another drain is ahead."""
     with folders.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         for step in range(2, 150):
@@ -203,7 +203,7 @@ def test_anew_gives_up_no_newer_term(place: Place) -> None:
     before = theirs.list("")
     with pytest.raises(UsageError, match="of term 2, which this store does not have: the run was continued elsewhere"):
         place.open().sync(anew=True)
-    removed(theirs, "log/")  # then its segments say so
+    removed(theirs, "log/")  # then its segments show it
     with pytest.raises(UsageError, match="of term 2"):
         place.open().sync(anew=True)
     assert theirs.list("") == [key for key in before if not key.startswith("log/")]
@@ -258,7 +258,7 @@ def test_anew_of_a_damaged_store_deletes_nothing(folders: Place) -> None:
     assert theirs.list("") == before
 
 
-def test_anew_that_is_interrupted_is_gone_on_with(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_anew_is_continued(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(place.open(), 1, 3)
     theirs = place.theirs().backend
     theirs.delete("FORMAT")
@@ -302,7 +302,7 @@ def test_a_follower_of_a_remote_that_goes_ends(folders: Place) -> None:
         next(passes)
 
 
-def test_a_remote_that_refuses_is_told_while_training_runs(outage: Outage) -> None:
+def test_a_remote_that_refuses_is_reported_while_training_runs(outage: Outage) -> None:
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("403")])
@@ -313,7 +313,7 @@ def test_a_remote_that_refuses_is_told_while_training_runs(outage: Outage) -> No
     assert steps(outage.other.theirs()) == ["1@1", "2@1", "3@1"]
 
 
-def test_one_slow_answer_is_not_told_and_a_remote_that_stays_down_is(
+def test_one_slow_answer_is_not_reported_and_a_remote_that_stays_down_is(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_drain, "SOON", 3.0)
@@ -327,7 +327,7 @@ def test_one_slow_answer_is_not_told_and_a_remote_that_stays_down_is(
         writer.save_async(state(4), 4).result(tier="remote", timeout=LONG)
 
 
-def test_a_remote_that_does_not_answer_is_told_while_training_runs(
+def test_a_remote_that_does_not_answer_is_reported_while_training_runs(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_drain, "SOON", 1.5)
@@ -349,7 +349,7 @@ def test_where_warnings_are_errors_it_is_logged(folders: Place, caplog: pytest.L
         writer.save(state(2), 2)
         until(lambda: "--anew" in caplog.text)
         with pytest.raises(ckptstore.RemoteWarning, match="Everything that is not there yet"):
-            writer.close()  # the caller is here to be told; all is written by then
+            writer.close()  # the caller is still there to read it; everything is written by then
     check(ckptstore.open(folders.here, remote=False).load(2, framework="numpy"), 2)
 
 
@@ -391,7 +391,7 @@ def test_the_newest_slot_is_what_the_view_says(folders: Place) -> None:
 def test_a_handle_of_a_folder_that_is_gone_is_a_lost_remote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """As on NFS, where another machine has deleted it. What else fails says nothing of the store."""
+    """As on NFS, where another machine has deleted it. Other failures say nothing about the store."""
     remote = ckptstore.open(tmp_path / "run")
     with remote.writer(poll_seconds=None) as writer:
         writer.save({"w": 1}, step=1)

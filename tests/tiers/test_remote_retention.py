@@ -1,4 +1,4 @@
-"""A remote that is pruned: what it had and gave up is no branch, is not brought again, and holds up nothing here."""
+"""A pruned remote: checkpoints that it gave up are no branch, are not brought again, and delay nothing here."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_a_remote_is_pruned_beside_a_live_drain(place: Place, monkeypatch: pytes
     check(theirs.load("tag:kept", framework="numpy"), 6)
 
 
-def test_what_was_gone_back_from_and_pruned_there_is_no_branch(folders: Place) -> None:
-    """The next term continues from below it, so that only the OPEN says how far the earlier one had come."""
+def test_steps_that_were_rolled_back_and_pruned_there_are_no_branch(folders: Place) -> None:
+    """The next term continues from below it, so only the OPEN has the last step of the earlier one."""
     with folders.open().writer(poll_seconds=None) as writer:
         for step in range(1, 7):
             writer.save(state(step), step)
@@ -107,7 +107,7 @@ def test_what_was_gone_back_from_and_pruned_there_is_no_branch(folders: Place) -
     assert steps(store) == ["4@2", "5@4"]
 
 
-def test_what_was_not_drained_when_the_remote_was_pruned_is_a_branch_still(folders: Place) -> None:
+def test_steps_undrained_when_the_remote_was_pruned_are_still_a_branch(folders: Place) -> None:
     fill(folders.open(), 1, 4)
     alone = ckptstore.open(folders.here, remote=False)
     fill(alone, 5, 6)  # a term of this machine's own, which the remote's take-over gets ahead of
@@ -117,7 +117,7 @@ def test_what_was_not_drained_when_the_remote_was_pruned_is_a_branch_still(folde
 
 
 def damaged(store: ckptstore.Store, ref: str) -> bytes:
-    """Damage the only segment of a checkpoint -> what it was."""
+    """Damage the only segment of a checkpoint -> its original bytes."""
     ((segment, _),) = store.describe(ref)
     path = Path(store.backend.url) / segment.key
     sound = path.read_bytes()
@@ -126,7 +126,7 @@ def damaged(store: ckptstore.Store, ref: str) -> bytes:
 
 
 def saved_but_for_the_second(folders: Place) -> ckptstore.Store:
-    """1 to 4 are saved here, and brought to the remote but for 2, which is damaged, and then put right."""
+    """1 to 4 are saved here, and brought to the remote except 2, which is damaged, and then repaired."""
     with ckptstore.open(folders.here).writer(deltas=None, poll_seconds=None) as writer:
         for step in range(1, 5):
             writer.save(state(step), step)
@@ -140,7 +140,7 @@ def saved_but_for_the_second(folders: Place) -> ckptstore.Store:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_what_was_left_out_of_the_remote_was_never_there(folders: Place, tmp_path: Path, copied: bool) -> None:
+def test_steps_left_out_of_the_remote_were_never_there(folders: Place, tmp_path: Path, copied: bool) -> None:
     store = saved_but_for_the_second(folders)
     if copied:
         place = replace(folders, remote=str(tmp_path / "copy"))
@@ -159,7 +159,7 @@ def test_what_was_left_out_of_the_remote_was_never_there(folders: Place, tmp_pat
     assert steps(store)[-1] == "6@3"
 
 
-def test_nobody_is_told_that_the_remote_has_what_was_left_out(folders: Place) -> None:
+def test_left_out_steps_are_not_reported_as_present(folders: Place) -> None:
     store = folders.open()
     writer = folders.open().writer(deltas=None, poll_seconds=None)
     try:
@@ -208,7 +208,7 @@ def known(commits: list[CommitRecord]) -> Any:
     return log(*commits).catalog
 
 
-def test_what_builds_on_what_is_gone_there_waits_for_what_does_not() -> None:
+def test_deltas_of_missing_bases_wait_for_a_full() -> None:
     history = [saved(1), saved(2, 1), saved(3, 2), saved(4)]
     here, there = known(history), known([*history[:2], gives_up(1, 2)])
     wanted, branch = drainable(here, there)
@@ -237,7 +237,7 @@ def test_another_machines_term_of_the_same_number_was_never_ours() -> None:
 
 
 def test_without_the_member_nothing_is_known_to_have_been_there() -> None:
-    """A term that continues from 2 does not say that 1 was there: it may have been left out."""
+    """A term that continues from 2 does not prove that 1 was there: it may have been left out."""
     builder = log(saved(1), saved(2), gives_up(1))
     builder.apply(OpenRecord(2, CheckpointId(1, 2, f"{2:032x}"), "c" * 32, 0.0, {}), 4)
     gone = remote_retired(known([saved(1), saved(2), saved(3)]), builder.catalog)
@@ -271,7 +271,7 @@ def test_of_the_same_term_another_state_is_another_checkpoint() -> None:
 
 @pytest.mark.parametrize("form", ["stored", "full"])
 def test_a_copy_of_a_part_never_had_the_rest(folders: Place, form: Any) -> None:
-    """It becomes the remote once the next term has begun there, which says how far the first one had come."""
+    """It becomes the remote once the next term has begun there, whose OPEN has the last step of the first one."""
     with ckptstore.open(folders.here).writer(deltas=None, poll_seconds=None) as writer:
         for step in range(1, 5):
             writer.save(state(step), step)
@@ -286,7 +286,7 @@ def test_a_copy_of_a_part_never_had_the_rest(folders: Place, form: Any) -> None:
     assert steps(folders.theirs()) == ["3@1", "5@3", "6@3"]
 
 
-def test_what_a_copy_of_a_part_builds_on_was_never_promised_there(folders: Place) -> None:
+def test_bases_of_a_partial_copy_were_never_promised_there(folders: Place) -> None:
     with ckptstore.open(folders.here).writer(deltas=3, poll_seconds=None) as writer:
         for step in range(1, 4):
             writer.save(state(step), step)

@@ -1,4 +1,4 @@
-"""What a store gets back from its remote, and what that must never cost: nothing that is here, and is not there."""
+"""Restoring a store from its remote: checkpoints that only this machine has are never lost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_segment_that_is_damaged_in_both_tiers_keeps_here_what_is_intact(folde
 
 
 def test_two_processes_that_restore_at_once_cost_nothing_that_one_of_them_saves_then(folders: Place) -> None:
-    """The slower one sweeps what no slot names, as it knows the log: the other may have gone on by then."""
+    """The slower one deletes segments that no slot of its view names: the other may have continued by then."""
     fill(folders.open(), 1, 2)
 
     def go_on() -> str:
@@ -80,7 +80,7 @@ def test_two_processes_that_restore_at_once_cost_nothing_that_one_of_them_saves_
 
 
 def test_a_term_of_the_same_number_is_noticed_though_the_run_has_left_it(folders: Place) -> None:
-    """The line of the newest checkpoint goes past it: by that line alone nothing would be wrong."""
+    """The line of the newest checkpoint passes it by: that line alone would show no error."""
     fill(folders.open(), 1, 1)
     fill(ckptstore.open(folders.here, remote=False), 2, 2)
     elsewhere = folders.open(folders.there)
@@ -92,7 +92,7 @@ def test_a_term_of_the_same_number_is_noticed_though_the_run_has_left_it(folders
     check(ckptstore.open(folders.here, remote=False).load("2@2", framework="numpy"), 2)
 
 
-def test_what_another_machine_saves_at_this_moment_is_what_a_term_continues_from(
+def test_a_term_continues_from_another_machines_concurrent_save(
     folders: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(folders.open(), 1, 2)
@@ -108,7 +108,7 @@ def test_what_another_machine_saves_at_this_moment_is_what_a_term_continues_from
     check(ckptstore.open(folders.here, remote=False).load("3@2", framework="numpy"), 3)
 
 
-def test_what_is_being_drained_is_not_collected(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_being_drained_are_not_collected(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ckptstore.open(folders.here)
     with store.writer(poll_seconds=None) as writer:
         for step in (1, 2):
@@ -127,7 +127,7 @@ def test_what_is_being_drained_is_not_collected(folders: Place, monkeypatch: pyt
     assert len(store.gc().segments) == 1
 
 
-def test_what_is_retired_at_this_moment_is_not_drained(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_retired_at_this_moment_is_not_drained(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at the log and the pin: it is gone, which is no damage."""
     store = ckptstore.open(folders.here)
     with store.writer(poll_seconds=None) as writer:
@@ -180,7 +180,7 @@ def test_a_remote_that_is_new_to_a_store_and_one_that_is_opened_by_its_own_name(
 def test_a_term_that_is_opened_here_alone_at_this_moment_fences_the_one_of_both(
     folders: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two terms of one number in one log would be none."""
+    """Two terms of one number in one log would be invalid."""
     fill(folders.open(), 1, 2)
 
     def passed(name: str) -> None:

@@ -35,7 +35,7 @@ def killed_at(point: str, *arguments: str) -> bool:
     return done.returncode != 0
 
 
-def test_sync_brings_there_what_is_new_and_goes_on_after_kills(place: Place, s3: Server) -> None:
+def test_sync_brings_new_commits_and_continues_after_kills(place: Place, s3: Server) -> None:
     if place.remote.startswith("memory"):
         pytest.skip("another process has other memory")
     os.environ.update(s3.environment())
@@ -112,7 +112,7 @@ def test_a_daemon_follows_a_writer_that_drains_nothing(folders: Place) -> None:
         daemon.communicate()
 
 
-def test_sigterm_ends_a_daemon_and_leaves_what_the_next_goes_on_with(folders: Place) -> None:
+def test_sigterm_ends_a_daemon_and_the_next_one_continues(folders: Place) -> None:
     with ckptstore.open(folders.here, remote=False).writer(deltas=3) as writer:
         writer.save(state(1), 1)
         daemon = subprocess.Popen(
@@ -134,7 +134,7 @@ def test_sigterm_ends_a_daemon_and_leaves_what_the_next_goes_on_with(folders: Pl
         assert daemon.returncode == 143, complaint
         assert "Traceback" not in complaint
     theirs = folders.theirs()
-    assert theirs.verify(deep=True).ok  # whatever had come, every byte of it
+    assert theirs.verify(deep=True).ok  # whatever had arrived, every byte of it
     for store in (theirs, ckptstore.open(folders.here, remote=False)):
         assert store.backend.list("pins/") == []
     assert CliRunner().invoke(cli, ["sync", str(folders.here), folders.remote]).exit_code == 0

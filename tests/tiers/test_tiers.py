@@ -1,4 +1,4 @@
-"""Two tiers of one run: what each acknowledgement survives, who may go on where, and what comes back."""
+"""Two tiers of one run: what each acknowledgement survives, which machine may continue where, and what is restored."""
 
 from __future__ import annotations
 
@@ -94,11 +94,15 @@ def test_a_url_with_a_password_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="credentials") as told:
         ckptstore.open(tmp_path / "run", remote="s3://me:hidden@bucket/run")
     assert "hidden" not in str(told.value)
-    with pytest.raises(UsageError, match="own remote"):
-        ckptstore.open(tmp_path / "run", remote=tmp_path / "run")
+    for name in (f"{tmp_path}/run", f"{tmp_path}//run/", f"file://{tmp_path}/run", f"pmem://{tmp_path}/run"):
+        with pytest.raises(UsageError, match="own remote"):
+            ckptstore.open(tmp_path / "run", remote=name)
+    for name in ("s3://bucket/run/", "S3://bucket/run"):
+        with pytest.raises(UsageError, match="own remote"):
+            ckptstore.open("s3://bucket/run", remote=name)
 
 
-def test_what_a_killed_writer_left_is_drained_before_the_next_term(folders: Place) -> None:
+def test_steps_of_a_killed_writer_are_drained_before_the_next_term(folders: Place) -> None:
     fill(folders.open(), 1, 2)
     fill(ckptstore.open(folders.here, remote=False), 3, 5)  # nobody drains
     assert steps(folders.theirs()) == ["1@1", "2@1"]
@@ -151,7 +155,7 @@ def test_terms_of_one_number_on_two_machines_are_not_mixed(folders: Place) -> No
     assert folders.theirs().verify(deep=True).ok
 
 
-def test_an_old_machine_comes_back_and_goes_on_behind_the_others(folders: Place) -> None:
+def test_an_old_machine_comes_back_and_continues_after_the_others(folders: Place) -> None:
     fill(folders.open(), 1, 3)
     fill(folders.open(folders.there), 4, 5)
     with folders.open().writer() as writer:
@@ -192,20 +196,20 @@ def test_a_branch_stops_one_start_where_warnings_are_errors(outage: Outage) -> N
         warnings.simplefilter("error")
         with pytest.raises(BranchWarning, match="2@1"):
             outage.place.open().writer()
-        with outage.place.open().writer() as writer:  # the start before has said so
+        with outage.place.open().writer() as writer:  # the start before has warned
             assert writer.parent is not None
             assert writer.parent.ref == "6@2"
             assert writer.term == 4
 
 
-def test_undrained_steps_of_an_old_machine_are_told_and_stay_readable(outage: Outage) -> None:
+def test_undrained_steps_of_an_old_machine_are_reported_and_stay_readable(outage: Outage) -> None:
     writer = outage.place.open().writer(deltas=3)
     writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
     outage.begin()
     pending = writer.save_async(state(2), 2)
     pending.result()
     with pytest.warns(UserWarning, match="lacks"):
-        writer.close()  # the remote is not there: what is left is said
+        writer.close()  # the remote is gone: the rest is reported
     with pytest.raises(WriterClosedError, match="2@1 is not in the remote, and the writer is closed"):
         pending.result(tier="remote", timeout=5)
     fill(outage.other.open(outage.other.there), 5, 6)
@@ -238,7 +242,7 @@ def test_a_remote_that_is_down_stops_no_save_and_gets_everything_later(outage: O
         assert lag is not None
         assert (lag.checkpoints, lag.steps) == (5, 5)
         assert lag.nbytes > 5 * 12_000
-        # What a machine that burns now has lost is what was reported.
+        # The loss of a machine that burns now equals the reported lag.
         assert outage.other.open(outage.other.there).latest_step() == 6 - lag.steps
         outage.end()
         assert pending[-1].result(tier="remote", timeout=LONG).ref == "6@1"
@@ -249,7 +253,7 @@ def test_a_remote_that_is_down_stops_no_save_and_gets_everything_later(outage: O
     assert outage.other.theirs().verify(deep=True).ok
 
 
-def test_who_cannot_reach_the_remote_opens_no_term_but_by_choice(outage: Outage) -> None:
+def test_without_the_remote_a_term_opens_only_on_request(outage: Outage) -> None:
     fill(outage.place.open(), 1, 2)
     outage.begin()
     with pytest.raises(StorageError, match=r"no term was opened.*remote=False"):
@@ -321,7 +325,8 @@ def test_prune_drains_first(folders: Place) -> None:
 def test_prune_leaves_what_the_remote_never_gets(folders: Place) -> None:
     fill(folders.open(), 1, 2)
     fill(ckptstore.open(folders.here, remote=False), 3, 5)
-    fill(folders.open(folders.there), 8, 9)  # the run goes on elsewhere: what is here alone is a branch
+    # The run continues elsewhere: checkpoints that only this machine has are a branch.
+    fill(folders.open(folders.there), 8, 9)
     store = ckptstore.open(folders.here)
     planned = store.prune("last:1", dry_run=True)
     assert (planned.retired, planned.kept["undrained"]) == (("1@1", "2@1"), ("3@2", "4@2"))
@@ -349,7 +354,7 @@ def test_a_dry_run_of_prune_rests_on_the_remote_as_prune_does(folders: Place) ->
 
 
 def test_the_remote_does_not_name_itself(folders: Place) -> None:
-    """Its URL was copied into its own log: who had it mounted under another path was sent to this machine's."""
+    """Its URL was copied into its own log: users that had it mounted under another path were sent to this machine's."""
     fill(folders.open(), 1, 2)
     fill(ckptstore.open(folders.here, remote=False), 3, 4)  # a term that is opened here alone, and drained later
     store = ckptstore.open(folders.here)
@@ -363,7 +368,7 @@ def test_the_remote_does_not_name_itself(folders: Place) -> None:
     fill(there, 5, 6)  # it was: no store is there any more
 
 
-def test_who_is_killed_while_he_catches_up_has_not_forgotten_his_remote(
+def test_a_machine_killed_while_it_catches_up_remembers_its_remote(
     folders: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(folders.open(), 1, 2)
@@ -424,7 +429,7 @@ def test_another_run_in_the_remote_is_refused(folders: Place) -> None:
 
 
 def test_a_remote_that_is_not_there_is_no_new_one(folders: Place) -> None:
-    """A disk that is not mounted is an empty folder; what it holds is who continued the run."""
+    """An unmounted disk is an empty folder; only its contents tell which machine has continued the run."""
     fill(folders.open(), 1, 2)
     fill(folders.open(folders.there), 3, 4)
     remote = Path(folders.remote)
@@ -439,7 +444,7 @@ def test_a_remote_that_is_not_there_is_no_new_one(folders: Place) -> None:
         with pytest.raises(StorageError, match="no store is there any more"):
             ckptstore.open(folders.here).sync_forever()
         with pytest.raises(StorageError, match="no store is there any more"):
-            ckptstore.open(folders.here, remote=False).sync(folders.remote)  # by its name, as a cron job does
+            ckptstore.open(folders.here, remote=False).sync(folders.remote)  # by its name, as in a cron job
         with pytest.raises(StorageError, match="no store is there any more"):
             ckptstore.open(folders.here, remote=False).sync_forever(folders.remote)
         with pytest.raises(StorageError, match="no store is there any more"):
@@ -479,7 +484,7 @@ def test_lag_tells_of_another_run_and_of_a_remote_that_is_ahead(folders: Place) 
 
 
 @pytest.mark.parametrize("chained", [False, True])
-def test_what_is_damaged_here_keeps_nothing_else_from_the_remote(folders: Place, chained: bool) -> None:
+def test_local_damage_keeps_nothing_else_from_the_remote(folders: Place, chained: bool) -> None:
     fill(folders.open(), 1, 2)
     with ckptstore.open(folders.here, remote=False).writer(deltas=1 if chained else None, poll_seconds=None) as writer:
         for step in range(3, 7):
@@ -509,7 +514,7 @@ def test_what_is_damaged_here_keeps_nothing_else_from_the_remote(folders: Place,
 
 @pytest.mark.filterwarnings("ignore::ckptstore.DamagedLogWarning")
 def test_a_damaged_log_is_not_drained(folders: Place) -> None:
-    """What it does not show may say that something is retired, or that the run went on elsewhere."""
+    """The hidden records may retire a checkpoint, or show that the run continued elsewhere."""
     fill(ckptstore.open(folders.here), 1, 4)
     slot = folders.here / "log" / f"{2:020d}"
     slot.write_bytes(slot.read_bytes()[:-1])
@@ -519,7 +524,7 @@ def test_a_damaged_log_is_not_drained(folders: Place) -> None:
 
 
 @pytest.mark.parametrize("name", ["ro-compat", "features-write", "unknown-members"])
-def test_what_a_newer_version_wrote_is_left_to_it(folders: Place, name: str) -> None:
+def test_a_newer_versions_data_is_left_to_it(folders: Place, name: str) -> None:
     shutil.copytree(Path(__file__).resolve().parents[1] / "golden" / "conformance" / name, folders.here)
     with pytest.raises(ReadOnlyError, match="only a newer version knows"):
         ckptstore.open(folders.here).sync(folders.remote)
@@ -527,13 +532,13 @@ def test_what_a_newer_version_wrote_is_left_to_it(folders: Place, name: str) -> 
 
 
 @pytest.mark.parametrize("options", [{"remote": 5}, {"bandwidth": True}, {"bandwidth": 0}, {"bandwidth": "fast"}])
-def test_what_is_no_remote_and_no_bandwidth_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_an_invalid_remote_or_bandwidth_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         ckptstore.open(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 
-def test_what_only_the_remote_has_is_exported_and_read_from_there(folders: Place, tmp_path: Path) -> None:
+def test_checkpoints_only_in_the_remote_are_exported_and_read_from_there(folders: Place, tmp_path: Path) -> None:
     fill(folders.open(), 1, 4)
     shutil.rmtree(folders.here)
     store = folders.open()
@@ -562,11 +567,11 @@ def test_a_save_waits_while_too_much_is_on_this_machine_alone(folders: Place) ->
         for step in range(1, 9):
             writer.save(state(step), step)
             most = max(most, writer.lag().nbytes)
-    assert 0 < most < 5 * each  # what may be, the save that was let in, headers; a slow machine has less on the way
+    assert 0 < most < 5 * each  # the allowance, the save that was admitted, headers; a slow machine has less in flight
     assert steps(folders.theirs()) == [f"{step}@1" for step in range(1, 9)]
 
 
-def test_a_save_is_refused_where_the_remote_fails_and_goes_on_when_it_is_back(
+def test_a_save_is_refused_while_the_remote_fails_and_works_when_it_is_back(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_drain, "PATIENCE", 0.5)
@@ -586,7 +591,7 @@ def test_a_save_is_refused_where_the_remote_fails_and_goes_on_when_it_is_back(
     assert steps(store) == ["1@1", "2@1", "4@1"]
 
 
-def test_what_lag_bytes_takes(folders: Place) -> None:
+def test_values_of_lag_bytes(folders: Place) -> None:
     for wrong in (-1, 1.5, True, "1GB"):
         with pytest.raises(UsageError, match="lag_bytes"):
             folders.open(lag_bytes=wrong)

@@ -1,4 +1,4 @@
-"""What the tests of the tools break inside the engine, to see the tools notice; see each function."""
+"""Breaks parts of the engine, so that the tests see the tools notice; each function states why."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Rule = Literal["look above", "look before", "chain"]
 
 
 def break_rule(patch: pytest.MonkeyPatch, rule: Rule) -> None:
-    """Leave out one rule of the log: `reading._Reading`, its `_slot_above` and `_follows`, `Term._check_log_is_mine`.
+    """Omit one rule of the log: `reading._Reading`, its `_slot_above` and `_follows`, `Term._check_log_is_mine`.
 
-    No option of the engine turns a rule off, and none shall.
+    No option of the engine turns a rule off, and none should.
     """
 
     def only_the_next(one: log_reader._LogRead) -> int:

@@ -1,4 +1,4 @@
-"""A short campaign of `tools.kills.agent_kills`, and what it would notice."""
+"""A short campaign of `tools.kills.agent_kills`, and the errors that it would notice."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("up 500 2 7 1 {wrong}", "other bits"),
+        ("up 500 2 7 1 {wrong}", "wrong bits"),
         ("up 500 2 5 1 {5}", "step 7 was acknowledged"),
-        ("up 500 3 8 1 {8}", "was to go on"),
+        ("up 500 3 8 1 {8}", "should continue"),
         ("up 500 2 8 0 {8}", "kept nothing"),
-        ("up 501 2 8 1 {8}", "was to go on"),
+        ("up 501 2 8 1 {8}", "should continue"),
         ("up 500 2 7 1 {7}", "step 9 was handed over"),
         ("died AgentError: none", "did not begin"),
     ],
 )
-def test_what_must_not_be_is_noticed(tmp_path: Path, line: str, why: str) -> None:
+def test_violations_are_noticed(tmp_path: Path, line: str, why: str) -> None:
     truth = Truth()
     one = Campaign(str(tmp_path / "store"), "full")
     one.expect("trainer", agent=500, term=2, given=9, newest=7)

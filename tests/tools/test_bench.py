@@ -1,4 +1,4 @@
-"""The benchmarks: a very small run of each, and the measuring parts they rest on."""
+"""The benchmarks: a very small run of each, and their measuring functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from tools.bench.storage.rounds import CASES
 from tools.crash.media import obstacle
 
 TINY = ("--size", "4MB", "--rounds", "1", "--no-settle")
-"""Of `save_load`. A gigabyte of memory that is touched before each measurement is for measurements."""
+"""The options of `save_load`. A gigabyte of memory that is touched before each measurement is only for real
+measurements."""
 
 
 def run(command: click.Command, *arguments: str) -> Result:
@@ -42,7 +43,7 @@ def run(command: click.Command, *arguments: str) -> Result:
 @pytest.mark.slow
 def test_a_small_comparison_is_complete_and_every_loaded_bit_is_right(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    # Workers compare what they load with the seed: a wrong bit would be a failed case, and the exit code 1.
+    # Workers compare the loaded state with the seed: a wrong bit would be a failed case, and exit code 1.
     only = ["save/ckptstore", "save/safetensors", "warm/ckptstore", *["warm/raw-buffered"][: short_or(0, 1)]]
     on_disk = filesystem_type(tmp_path) != "tmpfs"  # whose pages never leave memory
     only += ["cold/ckptstore"] if on_disk and LONG else []
@@ -199,7 +200,7 @@ def test_pages_that_somebody_maps_are_not_passed_off_as_cold(tmp_path: Path) -> 
 
 def test_a_measurement_sees_time_processor_and_memory() -> None:
     with Measurement() as measurement:
-        # Not from the allocator: tests before this one leave it with free pages that are resident.
+        # Not from the allocator: earlier tests leave it with free pages that are resident.
         with mmap.mmap(-1, 50_000_000) as memory:
             memory.write(b"x" * len(memory))
         measurement.mark("filled")

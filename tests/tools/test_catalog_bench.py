@@ -1,4 +1,4 @@
-"""What a long history costs, in what does not depend on the machine: requests, and memory that stays."""
+"""The machine-independent costs of a long history: requests, and memory that stays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_long_history_asks_the_medium_for_no_more_than_a_short_one(tmp_path: P
         folder = tmp_path / str(count)
         catalog.make(folder, "fulls", count)
         catalog.place_segments(folder)
-        # In a process of its own: it counts by replacing methods.
+        # In a separate process: it counts by replacing methods.
         found[count] = catalog.measured("requests", folder)
     for what in ("log", "open", "save", "gc"):
         for name in ("get", "size"):
@@ -30,7 +30,7 @@ def test_a_long_history_asks_the_medium_for_no_more_than_a_short_one(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim") or sys.platform != "linux", reason="asks glibc")
 def test_the_memory_of_a_writer_stays(tmp_path: Path) -> None:
-    """With everything kept each save would leave the catalog about 220 bytes, and a leaked state 8,000."""
+    """If everything were kept, each save would leave the catalog about 220 bytes, and a leaked state 8,000."""
     saves = short_or(240, 20_000)
     found = list(resident.readings(tmp_path / "store", saves, saves // 16))
     assert found[-1][2] < 60 + saves // 1000

@@ -1,4 +1,4 @@
-"""The codec benchmark on made-up tensors: what it measures is consistent, what it reports is what it measured."""
+"""The codec benchmark on made-up tensors: its measurements are consistent, and its report is true to them."""
 
 from __future__ import annotations
 

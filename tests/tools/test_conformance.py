@@ -1,4 +1,4 @@
-"""The conformance set: two readers give what is expected, ours and the one from the page; a wrong answer is told."""
+"""The conformance set: two readers give the expected answers, ours and the page's; a wrong answer is reported."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_reader_from_the_page(name: str) -> None:
 
 
 def test_the_reader_from_the_page_knows_nothing_of_ours() -> None:
-    """Else it would prove little."""
+    """Otherwise it would prove little."""
     code = "import sys, tools.conformance.page.store; sys.exit(any(m.startswith('ckptstore') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=SET.parents[3]).returncode == 0
 
@@ -87,7 +87,7 @@ def crashing(path: Path, text: str) -> list[str]:
 
 
 def test_the_script_runs_an_executable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Right for the one store, wrong for the other, and one that prints nothing that could be read."""
+    """Right for the one store, wrong for the other, and an executable with unreadable output."""
     stores = {name: STORES[name] for name in ("incompat", "features-write")}
     small = tmp_path / "set.json"
     small.write_text(json.dumps({"stores": stores}))
@@ -120,7 +120,7 @@ def test_the_script_runs_an_executable(tmp_path: Path, capsys: pytest.CaptureFix
         ([], "instead of"),
     ],
 )
-def test_every_difference_is_told(found: Any, reason: str) -> None:
+def test_every_difference_is_reported(found: Any, reason: str) -> None:
     expected = {"latest": "1@1", "checkpoints": {"1@1": {"a": [1, 2]}}}
     assert differences(expected, expected) == []
     assert reason in "\n".join(differences(expected, found))
@@ -129,4 +129,4 @@ def test_every_difference_is_told(found: Any, reason: str) -> None:
 def test_texts_of_errors_are_not_compared() -> None:
     assert differences({"refused": "a"}, {"refused": "b"}) == []
     assert differences({"x": {"error": "a"}}, {"x": {"error": "b"}}) == []
-    assert "has to be refused" in differences({"refused": "a"}, {"latest": None, "checkpoints": {}})[0]
+    assert "must be refused" in differences({"refused": "a"}, {"latest": None, "checkpoints": {}})[0]

@@ -1,4 +1,4 @@
-"""What SPEC.md says of places that no store of the conformance set shows: ours and the reader from the page agree."""
+"""Sentences of SPEC.md that no store of the conformance set shows: ours and the page's reader agree."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHER_RUN = "f" * 32
 
 
 def both(folder: Path) -> dict[str, Any]:
-    """What both readers answer."""
+    """The answers of both readers."""
     try:
         page = Store(folder).answer()
     except RefusedError as error:
@@ -73,7 +73,7 @@ def test_without_its_format_a_store_is_refused(damage: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("room", ["log", "fold", "seg"])
-def test_what_lies_in_place_of_a_folder(room: str, tmp_path: Path) -> None:
+def test_other_objects_in_place_of_a_folder(room: str, tmp_path: Path) -> None:
     """6: a pipe refuses the store; a file is a folder without objects."""
     folder = copied("merged", tmp_path)
     shutil.rmtree(folder / room, ignore_errors=True)
@@ -103,7 +103,7 @@ def _above(folder: Path) -> Path:
     ],
 )
 def test_segments_of_this_run_above_the_newest_term(name: str, lost: bool, tmp_path: Path) -> None:
-    """READ 4: an object counts unless it says that it is another run's; more than 16 are not looked into."""
+    """READ 4: an object counts unless it names another run; at most 16 are examined."""
     folder, foreign = copied("codecs", tmp_path), tmp_path / "foreign"
     (segment,) = (folder / "seg").glob("*/a*.safetensors")
     above = _above(folder)
@@ -190,7 +190,7 @@ def test_a_fold_s_name_that_is_none_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["flipped", "missing", "folder"])
 def test_the_slot_after_a_fold_names_the_fold_s_last(end: str, tmp_path: Path) -> None:
-    """Whatever lies at the end slot: but where another record lies there, nothing is compared."""
+    """Any object at the end slot; but if another record is there, nothing is compared."""
     folder = copied("folded", tmp_path)
     backend, fmt = LocalBackend(folder), FormatFile(RUN, anchor_every=4)
     journal = Journal(backend, fmt)
@@ -332,7 +332,7 @@ def test_the_index_may_have_any_text_of_the_same_tree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ckptstore/more", "__metadata__", "w\udfff", 7, None, ["words"], "lacking"])
 def test_names_of_a_tree_that_are_none(name: Any, tmp_path: Path) -> None:
-    """3.1: also where the tree is only handed on."""
+    """3.1: also if the tree is only passed on."""
 
     def change(index: dict[str, Any]) -> None:
         index["trees"]["2"] = {"words": {"$t": "words"}, "deep": [{"$set": [{"$t": name}]}]}
@@ -344,7 +344,7 @@ def test_names_of_a_tree_that_are_none(name: Any, tmp_path: Path) -> None:
 
 
 def test_a_retire_counts_only_for_the_term_of_its_record(tmp_path: Path) -> None:
-    """7.4: also of a checkpoint that the log does not have; it shows that there was a higher step."""
+    """7.4: also for a checkpoint that the log does not have; it shows that there was a higher step."""
     folder = copied("damaged-slot", tmp_path)
     assert both(folder)["latest"] == "6@2"
     last = slot_files(folder)[-1]

@@ -1,4 +1,4 @@
-"""Sentences of SPEC.md that once had two readings: ours and the reader from the page take the same one."""
+"""Sentences of SPEC.md that once had two readings: ours and the page's reader choose the same one."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_rows_of_an_index(name: str, hand: Hand) -> None:
 
 
 def test_a_raw_chunk_of_another_length_refuses_the_segment(hand: Hand) -> None:
-    """5.3: also where it is of an entry that no tensor needs."""
+    """5.3: also for an entry that no tensor needs."""
     made = entry("aside", WORDS, codecs.Planes(4))
     change = indexed(lambda found: [row.__setitem__(0, "raw") or row[1].clear() for row in found["codecs"][1:]])
     hand.promise(hand.segment({1: Step([word(), made], {"words": {"$t": "words"}})}))
@@ -155,7 +155,7 @@ def _spelled(data: bytes, text: bytes) -> bytes:
 
 
 def test_nothing_of_a_base_is_compared_but_what_is_stored(hand: Hand) -> None:
-    """5.4: its decoded hashes are its own matter."""
+    """5.4: its decoded hashes do not matter to its followers."""
     base = hand.segment({1: Step([word(1, codecs.Planes(4), decoded_hash="0" * 16)])})
     hand.promise(base)
     hand.promise(hand.segment({2: Step([word(2, codecs.Sub(4), 1)], base=base.identity(1))}))
@@ -166,7 +166,7 @@ def test_nothing_of_a_base_is_compared_but_what_is_stored(hand: Hand) -> None:
 
 @pytest.mark.parametrize("damage", ["header", "missing", "chunk"])
 def test_damage_in_a_base_that_no_tensor_needs(damage: str, hand: Hand) -> None:
-    """7.4: whether the base leads further, the catalog alone says."""
+    """7.4: only the catalog decides whether the base leads further."""
     base = hand.segment({1: Step([word(1)])})
     hand.promise(base)
     hand.promise(hand.segment({2: Step([word(2)], base=base.identity(1))}))
@@ -289,7 +289,7 @@ def test_a_node_of_no_term_makes_its_slot_damaged(term: int, hand: Hand) -> None
 
 
 @pytest.mark.parametrize("more", [{"ckptstore": "merge"}, {"incompat": ["later"]}, {"seq": 0}, {"run": OTHER_RUN}])
-def test_what_lies_at_the_end_slot_of_a_fold(more: dict[str, Any], tmp_path: Path) -> None:
+def test_objects_at_the_end_slot_of_a_fold(more: dict[str, Any], tmp_path: Path) -> None:
     """8: a whole text of this run and number is a record of another history, whatever its kind and features."""
     folder, (_, newest) = folded_store(tmp_path)
     expected = both(folder)
@@ -310,7 +310,7 @@ def test_missing_decoded_hashes_are_those_of_one_way_alone(hand: Hand) -> None:
 
 
 def test_an_encoding_that_names_a_segment_twice_leads_nowhere(hand: Hand) -> None:
-    """7.2: also if nothing of the segment is needed; and where another encoding leads there, that is taken."""
+    """7.2: also if nothing of the segment is needed; if another encoding leads there, it is used."""
     full, empty, way = hand.segment({1: Step([word(1)])}), _without_tensors(hand, 1), hand.segment({2: Step([word(2)])})
     hand.commit(full, empty, checkpoints=[full.checkpoint(1)], encodings=[full.encoding(1, empty, empty)])
     twice, once = way.encoding(2, way), way.encoding(2)
@@ -338,7 +338,7 @@ KINDS: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_slots(name: str, hand: Hand) -> None:
-    """7: a kind is a text; what is wrong first decides."""
+    """7: a kind is a text; the first error decides."""
     change, fate = KINDS[name]
     hand.promise(hand.segment({1: Step([word()])}))
     hand.commit(tags={"a": [1, 1]})
@@ -414,8 +414,8 @@ FOLDS: dict[str, tuple[Callable[[Catalog], object], Change, str]] = {
 
 
 @pytest.mark.parametrize("name", FOLDS)
-def test_what_of_a_fold_is_wrong(name: str, hand: Hand) -> None:
-    """8, and 7.4: whether a parent has the state that its OPEN names was asked when the OPEN was applied."""
+def test_errors_in_a_fold(name: str, hand: Hand) -> None:
+    """8, and 7.4: whether a parent has the state that its OPEN names was checked when the OPEN was applied."""
     change, told, fate = FOLDS[name]
     made = hand.segment({1: Step([word()])})
     hand.promise(made)
@@ -445,7 +445,7 @@ def _with_parent(catalog: Catalog, term: int, parent: CheckpointId) -> None:
 
 
 def _base(hand: Hand, *segments: Made, step: int = 1) -> CheckpointId:
-    """A checkpoint of these segments, which is what its tree says or not."""
+    """A checkpoint of these segments, which its tree describes or not."""
     told = segments[0]
     hand.commit(*segments, checkpoints=[told.checkpoint(step)], encodings=[told.encoding(step, *segments[1:])])
     return told.identity(step)
@@ -484,7 +484,7 @@ BASES: dict[str, tuple[Callable[[Hand], list[Made]], bool]] = {
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_what_counts_of_the_encoding_of_a_base(name: str, hand: Hand) -> None:
+def test_the_parts_of_a_bases_encoding_that_count(name: str, hand: Hand) -> None:
     """5.4"""
     make, taken = BASES[name]
     base = _base(hand, *make(hand))
@@ -495,7 +495,7 @@ def test_what_counts_of_the_encoding_of_a_base(name: str, hand: Hand) -> None:
 
 
 def test_a_base_whose_shards_are_not_all_there(hand: Hand) -> None:
-    """5.4: what builds on those that are there is restored."""
+    """5.4: checkpoints that build on the existing ones are restored."""
     tree = {"words": {"$t": "words"}}
 
     def box(more: int, at: int, codec: codecs.Codec | None = None, base: int | None = None) -> Any:
@@ -511,8 +511,8 @@ def test_a_base_whose_shards_are_not_all_there(hand: Hand) -> None:
     assert fates(hand) == {"1@1": False, "2@1": True}
 
 
-def test_decoded_hashes_of_what_the_tree_does_not_name_are_not_compared(hand: Hand) -> None:
-    """5.4: the tensor that others are rounded from, too, in the same checkpoint and in a base."""
+def test_decoded_hashes_of_unnamed_tensors_are_not_compared(hand: Hand) -> None:
+    """5.4: also of the tensor that others are rounded from, in the same checkpoint and in a base."""
     master, wrong = np.arange(40, dtype="<f4"), {"decoded_hash": "0" * 16}
     half = np.empty(40, "<u2")
     rounding.to_bfloat16(master.view("<u4"), half)
@@ -534,7 +534,7 @@ def test_decoded_hashes_of_what_the_tree_does_not_name_are_not_compared(hand: Ha
     assert fates(hand) == {"1@1": True, "2@1": True, "3@1": False, "4@1": True, "5@1": False}
 
 
-def test_decoded_hashes_of_what_a_step_moved_and_the_tree_does_not_name(hand: Hand) -> None:
+def test_decoded_hashes_of_unnamed_tensors_that_a_step_moved(hand: Hand) -> None:
     """The same of the tensors of a group."""
     old, entries = _group("g")
     first = hand.segment({1: Step([entry(name, part) for name, part in old.items()])})
@@ -598,7 +598,7 @@ GROUPS: dict[str, tuple[Change, bool]] = {
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_groups_that_no_tensor_needs(name: str, hand: Hand) -> None:
-    """5.5: they refuse the encoding, and what builds on it."""
+    """5.5: they refuse the encoding, and everything that builds on it."""
     change, taken = GROUPS[name]
     old, entries = _group("ckptstore/g")
     first = hand.segment({1: Step([word(1), *(entry(key, part) for key, part in old.items())])})
@@ -619,7 +619,7 @@ def test_groups_that_no_tensor_needs(name: str, hand: Hand) -> None:
 
 @pytest.mark.parametrize("column", ["stored", "decoded"])
 def test_dashes_in_a_column_of_an_index(column: str, hand: Hand) -> None:
-    """5.3: a stored hash that is missing refuses the segment, also where nobody needs the chunk."""
+    """5.3: a missing stored hash refuses the segment, also if nobody needs the chunk."""
     made = entry("ckptstore/aside", WORDS, codecs.Planes(4))
     change = indexed(lambda found: found.update({column: found[column][:-16] + "-" * 16}))
     hand.promise(hand.segment({1: Step([word(), made])}, change))
@@ -688,7 +688,7 @@ def test_how_many_objects_above_the_newest_term_are_looked_into(below: tuple[int
         ("file", False),
     ],
 )
-def test_what_an_object_above_the_newest_term_says(name: str, lost: bool, hand: Hand, tmp_path: Path) -> None:
+def test_the_run_of_an_object_above_the_newest_term(name: str, lost: bool, hand: Hand, tmp_path: Path) -> None:
     """READ 4: a segment that section 5 refuses counts, and so does a run that is no uuid."""
     hand.promise(hand.segment({1: Step([word()])}))
     changes: dict[str, Callable[[bytes], bytes]] = {

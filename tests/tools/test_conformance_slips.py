@@ -1,4 +1,4 @@
-"""The conformance set notices slips: each is put into the reader from the page, and a store shows it."""
+"""The conformance set notices slips: each is put into the page's reader, and a store shows it."""
 
 from __future__ import annotations
 

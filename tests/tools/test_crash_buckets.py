@@ -1,6 +1,6 @@
 """The store in a bucket under kills, faults and torture: short forms of ``python -m tools.crash.* --medium s3``.
 
-What forks has never used a bucket's client, so kills and torture are processes of their own here.
+A process that forks must never have used a bucket's client, so kills and torture run in separate processes here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tools.objects.proxies import proxying
 from tools.objects.proxy import Rule
 from tools.objects.server import Server
 
-# A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
+# A killed writer of diffs may have lost steps that waited for their batch; the next one reports it.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
 
 
@@ -86,8 +86,8 @@ def test_a_fault_at_a_request_surfaces_or_is_survived(fast: Server) -> None:
     assert hit == 4
 
 
-def test_a_client_that_believes_what_it_is_not_told_is_caught(fast: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: an answer that was lost is taken for a success."""
+def test_a_client_that_assumes_success_is_caught(fast: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a lost answer is taken for a success."""
     create = ObjectBackend.create
 
     def believing(backend: ObjectBackend, key: str, data: bytes) -> None:
@@ -99,7 +99,7 @@ def test_a_client_that_believes_what_it_is_not_told_is_caught(fast: Server, monk
 
     monkeypatch.setattr(ObjectBackend, "create", believing)
     with pytest.raises((Violation, CkptError)):
-        # Slot 7: the one before it closes a term, and who loses that loses no more than the word.
+        # Slot 7: the slot before it closes a term, and losing that one loses only the record of the end.
         bucket_faults.inject(fast, Rule("reset", "create", path="log/", skip=7, times=4))
 
 
@@ -116,7 +116,7 @@ def suffer(stage: BucketStage, seeds: Iterable[int]) -> None:
         bucket_mishap(stage)
 
 
-def test_what_happens_to_a_bucket_is_not_silent(stage: BucketStage) -> None:
+def test_mishaps_of_a_bucket_are_not_silent(stage: BucketStage) -> None:
     suffer(stage, range(100) if LONG else (0, 1, 5))
     found = {name for event in Acknowledged.read(stage.notes) for name in event if name.startswith("mishap")}
     assert found == {"mishap slots", "mishap copy", "mishap deleted"}
@@ -130,7 +130,7 @@ def test_a_writer_that_does_not_look_whose_store_it_is_is_caught(
         suffer(stage, (5, 6, 10))
 
 
-def test_the_proxy_apart_does_what_it_is_told(stage: BucketStage) -> None:
+def test_the_separate_proxy_follows_its_rules(stage: BucketStage) -> None:
     bucket = stage.place.bucket
     bucket.proxy.rules([Rule("late", "create", seconds=0.3, times=1), Rule("503", "get", times=1)])
     way = ObjectBackend(stage.place.url, bucket.through_proxy())
@@ -140,9 +140,9 @@ def test_the_proxy_apart_does_what_it_is_told(stage: BucketStage) -> None:
     assert bucket.proxy.injected() == {("late", "create"): 1, ("503", "get"): 1}
 
 
-def test_what_is_done_apart_comes_back() -> None:
+def test_the_result_of_a_separate_process_comes_back() -> None:
     assert apart(lambda: [1, "two"]) == [1, "two"]
     with pytest.raises(Violation, match="ZeroDivisionError"):
         apart(lambda: 1 // 0)
-    with pytest.raises(Violation, match="without a word"):
+    with pytest.raises(Violation, match="without a result"):
         apart(lambda: os._exit(0))

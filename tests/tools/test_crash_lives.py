@@ -1,4 +1,4 @@
-"""Crashes on the paths that a store's ordinary life does not take: memory under a budget, layer by layer, many ranks.
+"""Crashes on unusual paths of a store: with a memory budget, layer by layer, with many ranks.
 
 Short forms of ``python -m tools.crash.{states,kills,faultsweep} --life NAME``; ranks as processes that die one by one
 are in `test_rank_kills`.
@@ -16,7 +16,7 @@ from tools.crash.lives import LIVES, POINTS
 from tools.crash.media import MEDIA
 from tools.crash.scenario import Violation
 
-# A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
+# A killed writer of diffs may have lost steps that waited for their batch; the next one reports it.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
 
 NEW = [life for life in LIVES if life != "whole"]
@@ -32,7 +32,7 @@ def test_every_state_after_a_power_cut_keeps_its_promises(life: str, medium: str
 
 @pytest.mark.parametrize("life", NEW)
 def test_a_disk_that_forgets_is_caught(life: str) -> None:
-    """Negative control: these lives come to the syncs, and the search sees it if a segment's is missing."""
+    """Negative control: these lives pass the syncs, and the search notices if a segment's is missing."""
     with pytest.raises(Violation):
         states.explore(limit=40, life=life, broken=faults.Fault(frozenset({"fdatasync"}), times=None))
 

@@ -1,5 +1,5 @@
 """Persistent memory under power cuts and kills: lines of 64 bytes are pending until a fence, and the store keeps its
-promises; without one of its fences or syncs it does not."""
+promises; without one of its fences or syncs it breaks them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tools.crash.scenario import Violation
 SHARED_MEMORY = Path("/dev/shm")
 MODES = ("pmem", "pmem-msync")
 SAMPLED = ("pmem", pytest.param("pmem-msync", marks=long_only))
-"""Of what takes long. Without libpmem all of it is msync."""
+"""For the slow tests. Without libpmem all of them use msync."""
 ROOT = "/data/store"
 SEGMENT = bytes(filled(3 * BLOCK))
 SIZE = 2 * BLOCK + 5
 
 
-# What the model lets a crash do
+# The crashes of the model
 
 
 def mapped(size: int) -> tuple[RecordingPosix, Domain, int, memoryview]:
@@ -54,7 +54,8 @@ def mapped(size: int) -> tuple[RecordingPosix, Domain, int, memoryview]:
 
 
 def endings(posix: RecordingPosix) -> set[bytes]:
-    """What the file may hold after cuts from the present on; whether "made" is acknowledged by then is all alike."""
+    """The possible contents of the file after cuts from the present on; whether "made" is acknowledged by then does not
+    matter."""
     found = [state for state in crash_states(posix) if state.acknowledged]
     assert all(state.exhaustive for state in found)
     return {blob.data for state in found for path, blob in state.image.walk() if blob is not None}
@@ -127,7 +128,7 @@ def test_a_drain_saves_no_length() -> None:
     assert {blob.data for state in last for _, blob in state.image.walk() if blob is not None} == {b"", lines(1)}
 
 
-def test_what_a_failed_msync_should_have_saved_stays_in_doubt() -> None:
+def test_data_of_a_failed_msync_stays_in_doubt() -> None:
     posix, _, fd, memory = mapped(LINE)
     memory[:] = lines(1)
     with pytest.raises(OSError, match="Input/output"):
@@ -137,7 +138,7 @@ def test_what_a_failed_msync_should_have_saved_stays_in_doubt() -> None:
     assert endings(posix) == {lines(0), lines(1)}
 
 
-# What enumeration finds out about the backend
+# Enumeration of the backend's states
 
 
 def write(sink: SegmentSink) -> None:
@@ -159,7 +160,7 @@ def fill(sink: SegmentSink) -> None:
 
 def scenario(backend: LocalBackend, acknowledge: Callable[[str], None], write: Callable[[SegmentSink], None]) -> None:
     """A segment and the slot that names it, in a store that is new to the disk."""
-    sink = backend.open_sink("seg/0/a", 2 * BLOCK)  # too short a guess
+    sink = backend.open_sink("seg/0/a", 2 * BLOCK)  # too low a guess
     write(sink)
     sink.seal(SIZE)
     acknowledge("seg/0/a")
@@ -234,12 +235,12 @@ def test_without_fences_or_flushes_a_segment_is_damaged(forgotten: str, write: A
 
 
 def test_one_fence_by_the_thread_that_seals_is_not_enough() -> None:
-    """What the fence in `write` is for: PCcheck says so, and several threads write a segment."""
+    """This is the reason for the fence in `write`: PCcheck says so, and several threads write a segment."""
     recording = RecordingPosix()
 
     class LateFence(Domain):
         def drain(self) -> None:
-            """Not by the threads that write."""
+            """Except by the threads that write."""
 
     domain = LateFence(recording)
 
@@ -254,8 +255,8 @@ def test_one_fence_by_the_thread_that_seals_is_not_enough() -> None:
 
 
 @pytest.mark.parametrize("medium", MODES)
-def test_what_is_persisted_is_on_the_medium_before_the_segment_is_sealed(medium: str) -> None:
-    """Work that is done while the trainer goes on is not left for the end."""
+def test_persisted_data_is_on_the_medium_before_the_segment_is_sealed(medium: str) -> None:
+    """Work that can be done while the trainer continues is not left for the end."""
     recording = RecordingPosix()
     sink = backend_on(medium, ROOT, recording, recording).open_sink("seg/0/a", BLOCK)
     view = sink.map(0, 3 * BLOCK)  # across the end of what was expected
@@ -312,7 +313,7 @@ def test_a_store_that_does_not_msync_is_caught() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")
 @pytest.mark.parametrize("medium", MODES)
-def test_who_goes_on_after_a_kill_loses_nothing_in_a_power_cut(medium: str) -> None:
+def test_a_successor_of_a_killed_writer_loses_nothing_in_a_power_cut(medium: str) -> None:
     for life, folds in ((4, True), (13, False)):
         died, after, restored = killcuts.kill_then_cut(life, limit=2, calls=LINKS, folds=folds, medium=medium)
         assert died

@@ -11,7 +11,7 @@ from tests.forms import short_or
 from tools.crash import faults, faultsweep, kills, states
 from tools.crash.scenario import Violation
 
-# A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
+# A killed writer of diffs may have lost steps that waited for their batch; the next one reports it.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
 
 
@@ -63,7 +63,7 @@ def _check_sweep(done: faultsweep.Sweep) -> None:
 
 
 def test_the_check_notices_what_it_is_for(tmp_path: Path) -> None:
-    """Negative control: a checkpoint that was promised and is not there, or has other bits, is a violation."""
+    """Negative control: a promised checkpoint that is missing, or has other bits, is a violation."""
     from ckptstore.backends.local_disk.local import LocalBackend
     from ckptstore.store import open as open_store
     from tools.crash.scenario import check

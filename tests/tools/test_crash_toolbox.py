@@ -1,5 +1,5 @@
-"""The crash tools: does the file system in memory behave like one, is every legal crash state visited and no other, and
-does enumeration catch protocols that are wrong."""
+"""The crash tools: the file system in memory behaves like a real one, every legal crash state is visited and no other,
+and enumeration catches wrong protocols."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def outcome(call: Callable[[], object]) -> object:
 
 
 def exercise(posix: Posix, root: str, seed: int) -> list[object]:
-    """A few hundred random calls; returns what each gave, real descriptors left out."""
+    """A few hundred random calls; returns the result of each, except real descriptors."""
     numbers = random.Random(seed)
     names = [f"{folder}/{name}" for folder in ("", "/a", "/a/b") for name in "xy"] + ["/a", "/a/b", "/none/x", "/x/y"]
     descriptors: list[int] = []
@@ -162,7 +162,7 @@ def test_a_crash_state_is_not_changed_by_using_it() -> None:
     assert list(image.walk()) == [("/a", Blob(b"before"))]
 
 
-# What is recorded
+# Recordings
 
 
 def test_the_history_holds_every_change_in_order() -> None:
@@ -202,7 +202,7 @@ def test_threads_are_recorded_whole() -> None:
     assert written == [Write(1, n * 10, bytes([n]) * 10) for n in range(200)]
 
 
-# What a crash may leave
+# Possible states after a crash
 
 
 def files(state: CrashState) -> dict[str, bytes]:
@@ -226,7 +226,7 @@ def endings(recording: RecordingPosix, **options: int) -> list[dict[str, bytes]]
 
 
 def contents(recording: RecordingPosix, name: str = "/x", **options: int) -> set[bytes | None]:
-    """What `name` may hold after a crash now; None: absent."""
+    """The possible contents of `name` after a crash now; None: absent."""
     return {found.get(name) for found in endings(recording, **options)}
 
 
@@ -333,7 +333,7 @@ def test_a_rename_is_one_step() -> None:
 
 
 def test_a_slot_made_again_after_a_lost_unlink() -> None:
-    """A name may come back as what it was before, never as a mixture."""
+    """A name may return with its old contents, never with a mixture."""
     posix, _ = recorded("/x", data=b"first")
     posix.unlink("/x")
     fd = posix.open("/x", os.O_CREAT | os.O_WRONLY)
@@ -342,7 +342,7 @@ def test_a_slot_made_again_after_a_lost_unlink() -> None:
     assert contents(posix) == {b"first", b"second", None}
 
 
-def test_what_a_failed_sync_should_have_saved_stays_in_doubt() -> None:
+def test_data_of_a_failed_sync_stays_in_doubt() -> None:
     posix, (fd,) = recorded("/x", data=b"..")
     posix.pwrite(fd, memoryview(b"a"), 0)
     posix.fail_sync(fd)
@@ -413,7 +413,7 @@ def test_a_state_explains_itself() -> None:
     assert any("lost: Write(node=" in text and "/x 2" in text for text in texts)
 
 
-# What enumeration finds out about the backend
+# Enumeration of the backend's states
 
 ROOT = "/data/store"
 SEGMENT = bytes(filled(2 * BLOCK))
@@ -433,7 +433,7 @@ def scenario(backend: LocalBackend, acknowledge: Callable[[str], None]) -> None:
 
 
 def violations(recording: RecordingPosix, limit: int = 2000) -> list[str]:
-    """What breaks a promise: something acknowledged is absent or different, or a slot is there in part."""
+    """The broken promises: something acknowledged is absent or different, or a slot is partially there."""
     found = []
     for state in crash_states(recording, limit=limit):
         survivor = LocalBackend(ROOT, state.mount())
@@ -510,7 +510,7 @@ def test_without_syncing_the_temporary_a_slot_is_torn() -> None:
 
 
 def test_writing_a_slot_under_its_own_name_shows_torn_slots() -> None:
-    """Durable once acknowledged, exclusive too, and wrong: why there is a temporary."""
+    """Durable once acknowledged, also exclusive, and wrong: the reason for a temporary."""
 
     class InPlace(LocalBackend):
         def _create(self, key: str, data: bytes) -> None:
@@ -525,7 +525,7 @@ def test_writing_a_slot_under_its_own_name_shows_torn_slots() -> None:
 
 
 def commit(backend: LocalBackend, key: str, data: bytes, *, settle: bool) -> bool:
-    """COMMIT, steps 2 to 4: create; in doubt read back."""
+    """COMMIT, steps 2 to 4: create; if in doubt read back."""
     try:
         backend.create(key, data)
     except StorageError:
@@ -541,7 +541,7 @@ def commit(backend: LocalBackend, key: str, data: bytes, *, settle: bool) -> boo
 
 @pytest.mark.parametrize("fault", [sync_fails(7), acknowledgement_lost(2)])
 def test_reading_back_is_no_proof_until_settled(fault: Fault) -> None:
-    """A slot linked but not synced is read back identical, and gone after a crash. `settle` finds out."""
+    """A slot that was linked but not synced is read back identical, and gone after a crash. `settle` detects it."""
     for settle in (False, True):
         recording = RecordingPosix()
         posix = FaultyPosix(recording, fault)
@@ -553,7 +553,8 @@ def test_reading_back_is_no_proof_until_settled(fault: Fault) -> None:
 
 
 def test_a_handle_may_be_closed_within_a_count_of_calls() -> None:
-    """As a collection does, in whatever it comes between. A thread that waits in it for itself ends all collecting."""
+    """As the garbage collector does, in the middle of any call. A thread that waits there for itself stops all
+    collection."""
 
     class Collected(frozenset[str]):
         def isdisjoint(self, names: Iterable[object]) -> bool:
@@ -571,7 +572,7 @@ def test_a_handle_may_be_closed_within_a_count_of_calls() -> None:
 
 
 @pytest.mark.parametrize("nth", range(1, 10))
-def test_no_failed_sync_is_ever_believed(nth: int) -> None:
+def test_no_failed_sync_is_ever_acknowledged(nth: int) -> None:
     recording = RecordingPosix()
     backend = LocalBackend(ROOT, FaultyPosix(recording, sync_fails(nth)))
     for number in range(3):

@@ -39,12 +39,12 @@ TINY = DemoConfig(
     heads=2,
 )
 RUN = replace(TINY, kills=short_or(1, 2))
-"""What is run whole; `make demo` is a longer one, which CI has run before."""
+"""The configuration of the whole run; `make demo` is a longer one, which CI has run before."""
 
 
 @pytest.fixture
 def torch_settings() -> Iterator[None]:
-    """`Training` sets global RNGs and the thread count; give back what was there."""
+    """`Training` sets global RNGs and the thread count; restore the old ones."""
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads(), random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
@@ -320,7 +320,7 @@ class TestWholeDemo:
     def test_each_step_of_each_term_takes_what_an_explained_one_does(
         self, finished: tuple[OutputFolder, Any, str]
     ) -> None:
-        """Also right after a kill, when plans and forms of states are made anew. In bits a parameter."""
+        """Also right after a kill, when plans and forms of states are made again. In bits a parameter."""
         import ckptstore
 
         terms: dict[int, list[ckptstore.CheckpointInfo]] = {}

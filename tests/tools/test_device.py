@@ -1,7 +1,7 @@
-"""The simulated accelerator: it keeps the order that streams and events give, and no other.
+"""The simulated accelerator: it keeps the order of streams and events, and no other.
 
-Each known mistake in ordering device work is a small program here, beside the one that does it right: under some seed
-the wrong one goes wrong, and the right one under none.
+Each known mistake in ordering device work is a small program here, beside the correct one: under some seed the wrong
+one fails, and the correct one never does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: 
 
 
 def registered(count: int = N) -> torch.Tensor:
-    """Host memory that copies need not wait for."""
+    """Host memory to and from which copies do not block the host."""
     memory = np.zeros(count, np.float32)
     assert torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0) == 0
     return torch.from_numpy(memory)
@@ -83,7 +83,7 @@ def memory_is_kept(right: bool) -> bool:
 
 
 def host_waits(right: bool) -> bool:
-    """The host reads what is only queued."""
+    """The host reads the destination of a queued copy."""
     host = registered()
     host.copy_(torch.full((N,), 1.0, device="cuda"), non_blocking=True)
     event = torch.cuda.current_stream().record_event()
@@ -93,7 +93,7 @@ def host_waits(right: bool) -> bool:
 
 
 def buffer_is_free(right: bool) -> bool:
-    """A host buffer is used for the next copy before the first was taken out of it."""
+    """A host buffer is used for the next copy before the first was read from it."""
     host, stream = registered(), torch.cuda.Stream()
     found = []
     events = []
@@ -154,7 +154,7 @@ def the_right_event_is_waited_for(right: bool) -> bool:
 
 
 def the_right_device_waits(right: bool) -> bool:
-    """Of two devices, the stream of the other one is waited for."""
+    """Of two devices, the other one's stream is waited for."""
     state = torch.zeros(N, device="cuda:1")
     host, stream = registered(), torch.cuda.Stream("cuda:1")
     state.fill_(1)
@@ -185,12 +185,12 @@ def outcome(program: Callable[[bool], bool], right: bool, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
-def test_what_is_ordered_is_right_under_every_seed(program: Callable[[bool], bool]) -> None:
+def test_ordered_work_is_right_under_every_seed(program: Callable[[bool], bool]) -> None:
     assert [seed for seed in SEEDS if not outcome(program, True, seed)] == []
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
-def test_what_is_not_goes_wrong_under_some(program: Callable[[bool], bool]) -> None:
+def test_unordered_work_fails_under_some_seed(program: Callable[[bool], bool]) -> None:
     assert any(not outcome(program, False, seed) for seed in SEEDS)
 
 
@@ -201,12 +201,12 @@ ON_DEVICES = [
     the_right_event_is_waited_for,
     the_right_device_waits,
 ]
-"""Mistakes that need no seed: what streams do to memory is known. What the host reads and writes itself is not."""
+"""Mistakes that need no seed: all accesses of streams to memory are known. The host's own reads and writes are not."""
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("program", ON_DEVICES, ids=lambda one: one.__name__)
-def test_what_nothing_orders_is_found_under_every_seed(program: Callable[[bool], bool], seed: int) -> None:
+def test_unordered_accesses_are_found_under_every_seed(program: Callable[[bool], bool], seed: int) -> None:
     with simulated(seed, devices=2) as machine:
         program(False)
         torch.cuda.synchronize()
@@ -246,12 +246,12 @@ def test_host_memory_that_is_unregistered_under_a_copy() -> None:
         torch.cuda.synchronize()
 
 
-# ------------------------------------------------------------------------------------------ the rules by themselves
+# ------------------------------------------------------------------------------------------ the rules alone
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_queue_keeps_its_order_and_its_waits(seed: int) -> None:
-    """Random queues and waits: whatever the seed, nothing runs before what it stands behind."""
+    """Random queues and waits: whatever the seed, nothing runs before the work that it must wait for."""
     random = np.random.default_rng(seed)
     scheduler = Scheduler(seed)
     queues = [scheduler.queue() for _ in range(4)]
@@ -290,7 +290,7 @@ def test_seed_0_is_as_late_as_it_can_be() -> None:
         assert not machine.is_pending(host)
 
 
-def test_who_polls_is_told_in_the_end() -> None:
+def test_polling_an_event_succeeds_in_the_end() -> None:
     with simulated():
         torch.ones(N, device="cuda")
         event = torch.cuda.current_stream().record_event()
@@ -306,12 +306,12 @@ def test_pageable_memory_is_copied_at_once(seed: int) -> None:
         assert [one.why for one in machine.counts.waits] == ["copy to pageable host memory"]
         state = torch.zeros(N, device="cuda")
         state.copy_(host, non_blocking=True)
-        host.zero_()  # it was read already
+        host.zero_()  # it was already read
         assert state.cpu().all()
 
 
-def test_what_torch_does_with_them_is_what_it_does_on_the_cpu() -> None:
-    """Views, strides, types, sizes that data decides, out= and in-place forms."""
+def test_operations_give_the_results_of_the_cpu() -> None:
+    """Views, strides, types, sizes that depend on data, out= and in-place forms."""
 
     def program(device: str) -> list[Any]:
         x = torch.arange(24.0, device=device).reshape(4, 6)
@@ -397,7 +397,7 @@ def test_memory_is_counted() -> None:
         assert kept.untyped_storage().nbytes() == 100
 
 
-def test_what_is_moved_without_a_wait_is_pinned_and_late() -> None:
+def test_a_copy_without_a_wait_is_pinned_and_late() -> None:
     with simulated() as machine:
         x = torch.ones(N, device="cuda")
         host = x.to("cpu", non_blocking=True)
@@ -470,7 +470,7 @@ def layer_by_layer(seed: int, mode: str, change: Callable[[pytest.MonkeyPatch], 
         read, moved = TorchSource.read, threading.Condition()
 
         def later(source: TorchSource, offset: int, out: Any) -> None:
-            """The host comes to the copy only when the next step was queued."""
+            """The host reaches the copy only when the next step was queued."""
             with moved:
                 begun = len(copies)  # without the step itself, whose optimizer has not returned
                 moved.wait_for(lambda: len(copies) > begun + 1 or len(copies) == 3, 0.1)

@@ -1,4 +1,4 @@
-"""`tools.entered` and `tools.bench.training.small` run, and count what is there."""
+"""`tools.entered` and `tools.bench.training.small` run, and count correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of saves after every step: what is restored is what was trained, and the quick form is complete."""
+"""The benchmark of saves after every step: each restored state is the trained one, and the quick form is complete."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 torch = pytest.importorskip("torch")
 
@@ -15,7 +16,7 @@ from tools.bench.training import every_step, every_step_turns, training_worker  
 from tools.bench.training.training_cases import SPIN, Case, Results  # noqa: E402
 from tools.bench.training.training_checkpointers import CHECKPOINTERS, LEFT  # noqa: E402
 from tools.bench.training.training_loop import Shape, Trainer, digest  # noqa: E402
-from tools.bench.training.training_strategies import Ledger, NotInThisBuildError, Options  # noqa: E402
+from tools.bench.training.training_strategies import AbsentError, Ledger, Options  # noqa: E402
 
 _QUICK = ("--quick", "--json", "--only", "loop/none", "--only", "recover/dense-agent")
 SHAPE = Shape(width=32, layers=1, batch=1, context=8)
@@ -23,7 +24,7 @@ SHAPE = Shape(width=32, layers=1, batch=1, context=8)
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in CHECKPOINTERS if not name.startswith(("none", "fulls"))])
-def test_what_a_checkpointer_restores_is_what_was_trained(
+def test_a_checkpointer_restores_the_trained_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None, name: str
 ) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
@@ -31,7 +32,7 @@ def test_what_a_checkpointer_restores_is_what_was_trained(
     trainer.take()
     try:
         strategy = CHECKPOINTERS[name](tmp_path, trainer, Options(1, full_every=4), ledger)
-    except NotInThisBuildError as error:
+    except AbsentError as error:
         pytest.skip(str(error))
     run = training_worker.Run(trainer, strategy, ledger, 1)
     run.until(7)
@@ -45,6 +46,23 @@ def test_what_a_checkpointer_restores_is_what_was_trained(
     for left in LEFT:
         left.close()
     LEFT.clear()
+
+
+def test_a_strategy_that_refuses_the_device_is_absent_and_the_reason_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
+    trainer = Trainer(SHAPE)
+    trainer.model.to("meta")
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
+    trainer.device = torch.device("meta")
+    with pytest.raises(AbsentError, match="parameters are on meta") as caught:
+        CHECKPOINTERS["dense-replica"](tmp_path, trainer, Options(1), Ledger())
+    case = Case("loop", "dense-replica", 1)
+    results = Results({case: []})
+    results.take(case, lambda: {"absent": str(caught.value)})
+    every_step.show(Console(width=300), results)
+    assert "loop/dense-replica is absent: strategy='replica': parameters are on meta" in capsys.readouterr().out
 
 
 def test_every_case_is_a_strategy() -> None:
@@ -72,8 +90,8 @@ def test_the_overhead_of_turns_is_that_of_pairs() -> None:
 @long_only
 @pytest.mark.slow
 def test_turns_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has one of its own
-    monkeypatch.setenv(SPIN, "0.001")  # what the command says of it goes when the test is over
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has its own
+    monkeypatch.setenv(SPIN, "0.001")  # the nursery's messages end with the test
     small = ("--parameters", "30k", "--tokens", "1", "16", "--steps", "2", "--pairs", "2", "--json")
     asked = ["full-agent", "--control", *small, "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(every_step_turns.main, asked)
@@ -88,7 +106,7 @@ def test_turns_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_the_quick_form_measures_recovers_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has one of its own
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has its own
     done = CliRunner().invoke(every_step.main, [*_QUICK, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     results = {

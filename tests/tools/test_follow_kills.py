@@ -1,4 +1,4 @@
-"""Followers that are killed: ``python -m tools.kills.follow_kills`` in short, and that its oracle sees wrong bits."""
+"""Followers that are killed: ``python -m tools.kills.follow_kills`` in short, and its oracle notices wrong bits."""
 
 from __future__ import annotations
 

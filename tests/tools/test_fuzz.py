@@ -1,4 +1,4 @@
-"""The fuzzer itself: its inputs, its watch, and a short run of every target."""
+"""The fuzzer itself: its inputs, its checks, and a short run of every target."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ RUNS = short_or(50, 150)
 def test_seeds_and_what_is_made_of_them(name: str) -> None:
     target = TARGETS[name]
     seeds = target.seeds()
-    for (
-        seed
-    ) in seeds:  # what is compiled at its first use is no cost of an input, and takes long while memory is watched
+    for seed in seeds:  # compilation at the first use is no cost of an input, and is slow while memory is traced
         with contextlib.suppress(*target.refusals):
             target.run(seed)
     accepted = sum(attempt(target, seed, memory=True).accepted for seed in seeds)
@@ -81,7 +79,7 @@ def test_the_watch_notices(bad: Callable[[bytes], bool], monkeypatch: pytest.Mon
         attempt(Target("bad", bad, lambda: [b""]), b"input", memory=True)
 
 
-def test_an_input_that_never_ends_is_left_behind_for_whoever_finds_the_process_dead(tmp_path: Path) -> None:
+def test_an_input_that_never_ends_is_left_behind_in_a_file(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
@@ -139,7 +137,7 @@ def test_a_process_that_dies_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def _killed_after_one_input(folder: Path) -> str:
-    """In place of Python: leaves what a worker leaves, and dies as one that the system kills."""
+    """Replaces Python: leaves a worker's files, and dies like one that the system kills."""
     script = folder / "python"
     script.write_text(
         '#!/bin/sh\nfor word in "$@"; do case "$word" in --folder=*) folder="${word#--folder=}";; esac; done\n'

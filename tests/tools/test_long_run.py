@@ -1,4 +1,4 @@
-"""The long run, in short: a trainer, upkeep and two readers, each a process, on a folder and on a server of objects."""
+"""The long run, in short: a trainer, upkeep and two readers, each a process, on a folder and on an object server."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_on_a_folder(tmp_path: Path) -> None:
     assert seen["checkpoints"] < 5 + 2 + 2 + steps // 40 + steps // 777
     assert seen["restored_by_readers"] > 2
     assert seen["rounds_of_upkeep"] > 0
-    assert seen["most_segments"] < 30 + steps // 10  # what `every` keeps needs its chain
+    assert seen["most_segments"] < 30 + steps // 10  # the checkpoints of `every` need their chains
     plot(out / "sizes.csv", out / "sizes.png")
     assert (out / "sizes.png").stat().st_size > 5000
-    # The check can fail: one bit in the trainer's book, one checkpoint too few.
+    # The check can fail: one wrong bit in the trainer's records, one checkpoint too few.
     lines = [json.loads(line) for line in (out / "saved.jsonl").read_text().splitlines()]
     for change in ({"digest": "0" * 64}, {"tag": "another"}):
         (out / "saved.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [*lines[:-1], lines[-1] | change]))
@@ -58,7 +58,7 @@ def test_on_objects(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert seen["kinds"]["gradient"] > 2
 
 
-def test_what_is_promised() -> None:
+def test_the_promised_steps() -> None:
     saved = [Saved(step, "", float(abs(step - 7)), "mine" if step == 2 else None) for step in range(1, 21)]
     assert promised(saved, Rules(last=2, every=8, best=3)) == {2, 6, 7, 8, 16, 19, 20}
 

@@ -1,4 +1,4 @@
-"""The matrix of Pythons and torches: what it would install, and that a pair that was not run is no success."""
+"""The matrix of Pythons and torches: the planned installations, and that a skipped pair is no success."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_versions_are_those_of_pyproject() -> None:
 def test_an_interpreter_is_the_version_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert matrix.interpreter(mine) == sys.executable
-    # A shim of pyenv: it is there, and runs nothing.
+    # A shim of pyenv: it exists, and runs nothing.
     for name, said in (("python3.98", "exit 127"), ("python3.97", "echo 3.11")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{said}\n")
         (tmp_path / name).chmod(0o755)
@@ -31,7 +31,7 @@ def test_an_interpreter_is_the_version_that_was_asked_for(tmp_path: Path, monkey
     assert matrix.interpreter("3.98") == str(tmp_path / "python3.98")
 
 
-def test_what_torch_brought_keeps_its_version() -> None:
+def test_dependencies_of_torch_keep_their_versions() -> None:
     freeze = (
         "filelock==4.3.1\nsympy==1.13.1\ntorch==2.6.0\nnvidia_nccl_cu12 @ file:///x\n-e git+https://x\n# a remark\n"
     )
@@ -52,5 +52,5 @@ def test_a_pair_that_is_not_run_fails() -> None:
     assert "there is no Python 3.99 here" in told.output
 
 
-def test_what_is_selected_is_there() -> None:
+def test_the_selected_tests_exist() -> None:
     assert all((matrix.ROOT / path).exists() for path in matrix.SELECTION)

@@ -136,7 +136,7 @@ def test_sites_of_a_decoder() -> None:
 
 
 def test_an_error_that_a_function_makes_is_a_refusal() -> None:
-    """Of the class that the function says it returns; `wrong` is imported, and known by its name."""
+    """Of the class that the function returns by its annotation; `wrong` is imported, and known by its name."""
     source = """
 def bad(what: str) -> FormatError:
     return FormatError(what)
@@ -268,7 +268,7 @@ def test_instrumented_code_means_the_same() -> None:
 
 
 def test_the_gate_can_fail(tree: Path, tmp_path: Path) -> None:
-    """Checks without a test survive, and so does a mutant that is no other program; the rest is killed."""
+    """Checks without a test survive, and so does an equivalent mutant; the others are killed."""
     sites = find_sites(tree)
     source = (tree / "formats/sample.py").read_bytes()
     same = next(site for site in sites if site.source == "len(data) > limit")
@@ -318,7 +318,7 @@ def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.slow
 def test_a_sample_of_the_real_gate(capsys: pytest.CaptureFixture[str]) -> None:
-    """``make mutants`` tries them all; this, some of those whose tests are quick."""
+    """``make mutants`` tries them all; this test, some of those whose tests are quick."""
     status = command.main(["--quick", "--jobs", "2", "--seed", str(short_or(2, 5))])
     assert status == 0, capsys.readouterr().out
 
@@ -456,7 +456,7 @@ def test_modules_are_named_or_those_that_changed(tree: Path) -> None:
     git("commit", "-qm", "one")
     assert changed_since(tree, "HEAD") == []
     (tree / "formats/sample.py").write_text(SAMPLE + "\n")
-    (tree / "tests/formats/test_sample.py").write_text("")  # not of the rooms
+    (tree / "tests/formats/test_sample.py").write_text("")  # not in the rooms
     git("commit", "-qam", "two")
     (tree / "cli/later.py").write_text("LATER = 1\n")  # not committed yet
     (tree / "ckptstore/errors.py").unlink()
@@ -469,7 +469,8 @@ def test_modules_are_named_or_those_that_changed(tree: Path) -> None:
 def test_ordinary_mutants_are_tried_and_reported(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole command: what no test notices survives and is told; a constant is noticed by who imports it."""
+    """The whole command: a mutant that no test notices survives and is reported; the importers notice a changed
+    constant."""
     text = SAMPLE.replace("number < 10", "number < 10 and number != TWO").replace("def small", "TWO = 2\n\n\ndef small")
     (tree / "formats/sample.py").write_text(text)
     monkeypatch.setattr(command, "repository", lambda: tree)
@@ -503,13 +504,13 @@ def test_the_command_refuses_what_it_cannot_draw_from(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("known", EQUIVALENTS, ids=lambda known: f"{known.path}-{known.where}-{known.source[:40]}")
-def test_what_is_known_to_be_equivalent_still_applies(known: Equivalent) -> None:
+def test_the_listed_equivalents_still_apply(known: Equivalent) -> None:
     assert len(known.reason) > 20
     assert any(known.is_that(site) for site in find_ordinary(repository(), [known.path])), "it is gone: leave it out"
 
 
 @pytest.mark.slow
 def test_a_sample_of_ordinary_mutants(capsys: pytest.CaptureFixture[str]) -> None:
-    """``make mutants-ordinary`` tries more and elsewhere; this, some of a module none of whose mutants survives."""
+    """``make mutants-ordinary`` tries more and elsewhere; this test, some of a module whose mutants are all killed."""
     status = command.main(["--ordinary", "4", "--quick", "--jobs", "2", "formats/history/members.py"])
     assert status == 0, capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Faults between a run and its bucket: none loses what was acknowledged or makes a wrong byte, and errors say why."""
+"""Faults between a run and its bucket: none loses an acknowledged checkpoint or makes a wrong byte, and errors name the
+cause."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tools.objects.races import races
 from tools.objects.server import SECRET, Server, options_for, serving
 
 WAITS = ("slow", "stall")
-"""Faults that cost a time-out for each operation: here for those that differ."""
+"""Faults that cost a timeout for each operation: here only for operations that differ."""
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
@@ -66,8 +67,8 @@ def test_a_fault_in_each_operation_costs_nothing_acknowledged(s3: Server, proxy:
         assert trial.url in text or "seg/" in text, text
 
 
-def test_a_writer_goes_on_where_a_fault_passes(s3: Server, proxy: FaultProxy) -> None:
-    """What is tried again costs no error at all: the faults that leave no doubt, or that reading back clears."""
+def test_a_writer_continues_after_a_passing_fault(s3: Server, proxy: FaultProxy) -> None:
+    """A retry causes no error at all: the faults that leave no doubt, or that reading back resolves."""
     trial = Trial(s3, proxy, deltas=None)
     trial.save()
     for fault in ("lost_ack", "duplicate", "reset", "409", "412", "500", "500_after", "503", "flip_up", "flip_down"):
@@ -87,7 +88,7 @@ def test_a_slot_that_lands_late_is_found_by_the_one_who_sent_it(s3: Server, prox
     assert trial.acknowledged == {1, 2}
     sent = [one for one in proxy.log() if one["fault"]]
     assert len(sent) > 1, "it was sent again, since it was absent when it was looked for"
-    proxy.settle()  # the others land on the first one
+    proxy.settle()  # the others hit the first one
     trial.settle()
     assert [one.step for one in trial.clean.checkpoints()] == [1, 2, 3]
 
@@ -135,7 +136,7 @@ def test_a_lost_answer_of_an_upload_is_looked_up(s3: Server, proxy: FaultProxy) 
         trial.save()
         assert trial.acknowledged == {1}
         assert trial.texts == []
-        # obstore asks again for the end of the upload, which is gone by then: NoSuchUpload, although the object exists
+        # obstore requests the end of the upload again, which is gone by then: NoSuchUpload, although the object exists
         assert [one["status"] for one in proxy.log() if one["operation"] == "complete"][:1] == [200]
         trial.settle()
 

@@ -1,4 +1,4 @@
-"""The comparison of clients on a bucket, very small; and the server that it is made on."""
+"""The comparison of clients on a bucket, very small; and its server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINK = "200Mbit/s"
 
 @long_only
 @pytest.mark.slow
-def test_what_comes_back_is_what_was_saved_and_everything_is_told(tmp_path: Path) -> None:
+def test_the_saved_state_comes_back_and_everything_is_reported(tmp_path: Path) -> None:
     """A worker that gets other bytes back fails the command."""
     clients = [word for name in WANTED for word in ("--client", name)]
     size = short_or(12, 64)
@@ -95,8 +95,8 @@ def test_the_server_copies_cuts_and_refuses(fast: Server) -> None:
     assert obstore.head(store, "b")["size"] == len(data)
 
 
-def test_a_link_is_no_faster_than_it_says_whoever_shares_it() -> None:
-    """Each way has its own speed, and all connections have one together."""
+def test_a_shared_link_is_no_faster_than_its_speed() -> None:
+    """Each direction has its own speed, and all connections share it."""
     import obstore
 
     data, rate = bytes(10 << 20), 400e6 / 8
@@ -109,7 +109,7 @@ def test_a_link_is_no_faster_than_it_says_whoever_shares_it() -> None:
         with ThreadPoolExecutor(2) as pool:
             assert all(pool.map(lambda number: obstore.get(store, f"{number}").bytes() == data, range(2)))
         down = time.perf_counter()
-    lead = 3 << 20  # what each connection may have ahead: a piece that is under way
+    lead = 3 << 20  # what each connection may have ahead: a piece in flight
     assert up - began > (3 * len(data) - lead) / rate
     assert down - up > (2 * len(data) - lead) / rate
 

@@ -1,4 +1,4 @@
-"""Power cuts: real ones on loop devices where that is possible, and what only enumeration can show."""
+"""Power cuts: real ones on loop devices where possible, and omissions that only enumeration can show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tools.crash.powercut_rig import FILE_SYSTEMS, obstacle
 from tools.crash.recording import RecordingPosix
 from tools.crash.scenario import Violation, check, create, live, state_of
 
-# A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
+# A killed writer of diffs may have lost steps that waited for their batch; the next one reports it.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
 
 
@@ -67,7 +67,7 @@ def test_real_power_cuts_catch_a_backend_that_does_not_sync_slots(tmp_path: Path
 
 @pytest.mark.root
 def test_real_power_cuts_of_mapped_segments(tmp_path: Path) -> None:
-    """As on persistent memory that is none: written through mappings, made durable by msync."""
+    """Like persistent memory that is none: written through mappings, made durable by msync."""
     if (why := obstacle("ext4")) is not None:
         pytest.skip(why)
     said = powercut("--on", "ext4", "--cuts", "4", "--controls", "12", "--medium", "pmem-msync", "--dir", str(tmp_path))
@@ -76,14 +76,14 @@ def test_real_power_cuts_of_mapped_segments(tmp_path: Path) -> None:
     assert "caught at cut" in said
 
 
-def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_file_systems_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     obstacle.cache_clear()
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "root" in str(obstacle("ext4"))
     obstacle.cache_clear()
 
 
-def test_what_a_file_system_hides_is_explained() -> None:
+def test_hidden_omissions_are_explained() -> None:
     for kinds, sites, ways, why in HIDDEN:
         assert set(kinds) <= set(FILE_SYSTEMS)
         assert set(sites) <= set(SITES)
@@ -93,9 +93,9 @@ def test_what_a_file_system_hides_is_explained() -> None:
 
 
 RECYCLING = ("old header", "recycled data")
-"""These show where a segment is as long as the one before: ``tests/backends/test_recycling.py`` leaves them out."""
+"""These show if a segment is as long as the one before: ``tests/backends/test_recycling.py`` omits them."""
 
-# What real file systems hide, the enumerator shows
+# Omissions that real file systems hide, found by the enumerator
 
 
 def test_every_sync_of_the_backend_belongs_to_a_site() -> None:
@@ -120,7 +120,7 @@ def test_every_sync_of_the_backend_belongs_to_a_site() -> None:
     posix.fdatasync = lambda fd: (note(fd), fdatasync(fd))[1]  # type: ignore[method-assign,func-returns-value]
     live(backend, lambda _: None)
     assert seen == set(SITES) - {"settle"}
-    assert elsewhere == {"/store/req"}  # nobody is promised anything about a request that was not answered
+    assert elsewhere == {"/store/req"}  # an unanswered request promises nothing
 
 
 @pytest.mark.parametrize("site", sorted(set(SITES) - {"settle", *RECYCLING}))
@@ -141,7 +141,7 @@ def test_a_killed_writer_and_then_a_power_cut_lose_nothing() -> None:
 
 
 def test_an_opener_makes_durable_what_it_builds_on() -> None:
-    """The slot before the OPEN was linked, not synced, by a writer that died: the cut may take it, but then both."""
+    """The slot before the OPEN was linked, not synced, by a writer that died: the cut may remove it, but then both."""
     disk = RecordingPosix()
     create(LocalBackend("/store", disk))
     with pytest.raises(Killed):
@@ -157,7 +157,7 @@ def test_an_opener_makes_durable_what_it_builds_on() -> None:
 
 
 def test_a_slot_that_was_read_back_is_settled_before_it_is_acknowledged() -> None:
-    """The folder's fsync fails after the link: the slot is there to be read, and a power cut may take it back."""
+    """The folder's fsync fails after the link: the slot can be read, and a power cut may remove it."""
     healthy = FaultyPosix(RecordingPosix())
     save_two(healthy, lambda _: None)
     failed = kept = 0
@@ -238,7 +238,7 @@ def test_a_manifest_goes_only_after_its_slot(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_pin_that_a_cut_leaves_is_whole() -> None:
-    """A torn one would look like damage, and hold up every collector until it is taken for dead."""
+    """A torn one would look like damage, and block every collector until it is taken for dead."""
     disk = RecordingPosix()
     backend = LocalBackend("/store", disk)
     pins = [b"first" * 100, b"second" * 100]

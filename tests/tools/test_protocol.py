@@ -1,4 +1,4 @@
-"""The model of the commit protocol: it holds, every mutant is caught, and a surprise is reported."""
+"""The model of the commit protocol: it holds, every mutant is caught, and an unexpected result is reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGE = {
     ("log", "2 writers, 1 of them slow, 1 fault"),
     ("store", "a writer that retires, a compactor that frees bases, gc"),
 }
-"""Two thirds of all that the quick searches take: for the long form. Mutants of the same rules are caught without."""
+"""Two thirds of the quick searches' total time: for the long form. Mutants of the same rules are caught without."""
 
 
 def in_short(quick: bool) -> Iterator[Case]:

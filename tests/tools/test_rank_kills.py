@@ -1,4 +1,4 @@
-"""Ranks that are killed: ``python -m tools.kills.rank_kills`` in short; its oracle sees a broken promise."""
+"""Ranks that are killed: ``python -m tools.kills.rank_kills`` in short; its oracle notices a broken promise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.kills.rank_kills import Doom, Life
 pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="the harness forks its ranks")
 
 PATIENT = ckptstore.RankOptions(timeout=100.0, per_rank="rng")
-"""For ranks that wait for each other, and for none that is dead."""
+"""For ranks that wait for each other, and for no dead one."""
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_ranks_that_nobody_kills_save_every_step(tmp_path: Path, monkeypatch: py
     life = rank_kills.live(tmp_path / "store", 3, Doom(()), steps=4)
     assert life.opened == dict.fromkeys(range(3), (1, None))
     assert life.acknowledged == {(1, step) for step in range(1, 5)}
-    assert (life.failed, life.killed, dict(life.errors)) == (set(), {-1}, {})  # -1: the store, at the end
+    assert (life.failed, life.killed, dict(life.errors)) == (set(), {-1}, {})  # -1: the TCPStore, at the end
     assert rank_kills.check(tmp_path / "store", life, 3, set()) == 4
 
 
@@ -43,7 +43,7 @@ def test_ranks_that_nobody_kills_save_every_step(tmp_path: Path, monkeypatch: py
 def test_a_batch_of_gradient_diffs_is_there_whole_or_not_at_all(
     tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # How many steps there are by then is asked: neither a rank that is late may end one, nor the time a batch.
+    # The number of steps is queried: neither a late rank nor the timeout may end a batch.
     monkeypatch.setattr(rank_kills, "OPTIONS", PATIENT)
     untimed = {"diffs": ckptstore.DiffOptions(full_every=4, batch=3, seconds=None)}
     monkeypatch.setattr(Doom, "writer", property(lambda _: untimed))
@@ -58,7 +58,7 @@ def test_the_oracle_sees_what_is_lost_and_what_was_denied(tmp_path: Path, monkey
     ckptstore.open(tmp_path / "store").retire(1, take_over=True)
     with pytest.raises(Violation, match=r"acknowledged and lost: \[\(1, 1\)\]"):
         rank_kills.check(tmp_path / "store", life, 2, set())
-    with pytest.raises(Violation, match=r"said to have failed, and there: \[\(1, 2\)\]"):
+    with pytest.raises(Violation, match=r"reported as failed, but in the store: \[\(1, 2\)\]"):
         rank_kills.check(tmp_path / "store", Life(failed={(1, 2)}), 2, set())
     life = Life(given={1: {(1, step) for step in range(5)}}, failed={(1, 0)})
     rank_kills.check(tmp_path / "store", life, 2, set(), cost=3)

@@ -21,7 +21,7 @@ STRATEGIES = ("full", "delta", "gradient")
 
 @pytest.fixture(scope="module")
 def sweeper(warm: Warm) -> Sweeper:
-    """One, so that uninterrupted runs are made once."""
+    """One sweeper, so that uninterrupted runs are made once."""
     return Sweeper(warm.start)
 
 
@@ -34,7 +34,7 @@ def swept(sweeper: Sweeper, job: Job, kills: int, seed: str = "1") -> None:
 
 
 def in_short(*chosen: str) -> list[object]:
-    """The strategies, of which only the chosen ones are tried in CI."""
+    """The strategies; in CI only the chosen ones are tried."""
     return [one if one in chosen else pytest.param(one, marks=long_only) for one in STRATEGIES]
 
 
@@ -95,7 +95,7 @@ def test_a_checkpointer_that_is_wrong_is_found_out(warm: Warm, tmp_path: Path, b
 
 
 @pytest.mark.slow
-def test_a_campaign_goes_on_where_it_was(warm: Warm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_campaign_continues_where_it_was(warm: Warm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "kills.jsonl"
     words = ["--ranks", "1", "--strategy", "full", "--kills", "2", "--out", str(out), "--seed", "1"]
     status = main([*words, "--turn", "2"], warm.start)
@@ -114,7 +114,7 @@ def test_a_campaign_goes_on_where_it_was(warm: Warm, tmp_path: Path, capsys: pyt
 
 
 def campaign(*records: tuple[int, int, str | None]) -> Campaign:
-    """Of (turn, lives that resumed, violation)."""
+    """A campaign of (turn, lives that resumed, violation)."""
     found = Campaign(5)
     for turn, resumed, violation in records:
         found.note(Job("full"), turn, Tally(lives=3, resumed=resumed, ends=1), violation)
@@ -124,7 +124,7 @@ def campaign(*records: tuple[int, int, str | None]) -> Campaign:
 def test_turns_are_added_up_and_a_form_that_shows_nothing_says_so() -> None:
     assert campaign((0, 2, None), (1, 0, None)).summary()["forms"]["full, 1 rank"]["lives"] == 6
     assert not campaign((0, 2, None), (1, 0, None)).summary()["forms"]["full, 1 rank"]["violations"]
-    assert "nothing is shown" in campaign((0, 0, None)).summary()["forms"]["full, 1 rank"]["violations"][0]
+    assert "the run proves nothing" in campaign((0, 0, None)).summary()["forms"]["full, 1 rank"]["violations"][0]
     assert campaign((0, 2, "why")).summary()["forms"]["full, 1 rank"]["violations"] == ["why"]
 
 

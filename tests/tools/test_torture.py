@@ -1,4 +1,4 @@
-"""Long random runs in short: everything at once for some seconds, and that the checks notice what they are for."""
+"""Long random runs in short: everything at once for some seconds, and the checks notice errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.crash.scenario import Violation, create
 from tools.crash.stages import Acknowledged, FolderStage, Stage
 from tools.crash.torture_actors import ACTORS, sample_faults, train
 
-# A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
+# A killed writer of diffs may have lost steps that waited for their batch; the next one reports it.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
 
 
@@ -60,7 +60,7 @@ def fails(stage: Stage) -> None:
 
 
 def steals(stage: Stage) -> None:
-    """A collector that does not ask whether somebody reads."""
+    """A collector that ignores readers."""
     store = stage.store()
     for key in store.backend.list("seg/"):
         if store.view().catalog.collectable(key):
@@ -69,7 +69,7 @@ def steals(stage: Stage) -> None:
 
 @pytest.mark.parametrize(("actor", "what"), [(lies, "acknowledged and not visible|gone"), (fails, "a bug")])
 def test_a_violation_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actor: object, what: str) -> None:
-    """Negative control: an actor that was promised what is not there, and one with a bug."""
+    """Negative control: an actor whose promised checkpoint is missing, and one with a bug."""
     few = {name: ACTORS[name] for name in ("trainer", "auditor")}
     monkeypatch.setattr(torture, "ACTORS", {**few, "wrong": (actor, 1)})
     monkeypatch.setattr(torture_actors, "ACTORS", {**few, "wrong": (actor, 1)})
@@ -80,7 +80,7 @@ def test_a_violation_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_reader_notices_a_collector_that_ignores_pins(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of gc: while a reader holds its pin the checkpoint is retired, and what it reads is deleted."""
+    """Negative control of gc: while a reader holds its pin the checkpoint is retired, and its segments are deleted."""
     store = stage.store()
     with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
         first = writer.save(torture_actors.state_of(1, 1), 1)

@@ -1,4 +1,4 @@
-"""The actor that loses slots, puts copies back and moves folders: it finds what is silent, and here nothing is."""
+"""The actor that loses slots, puts copies back and moves folders: it finds silent damage, and here there is none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.crash.torture_mishaps import mishap
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """In memory, where there is such a place: no power is cut here, and a disk's fsyncs would take minutes."""
+    """In memory, if there is such a place: no power is cut here, and a disk's fsyncs would take minutes."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
         yield Path(folder)
@@ -48,7 +48,7 @@ def test_nothing_is_silent(place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "first"), [("look above", 80), ("look before", 50), ("chain", 50)])
 def test_it_finds_what_the_rules_prevent(place: Path, monkeypatch: pytest.MonkeyPatch, rule: Rule, first: int) -> None:
-    """From a seed on that comes a little before the first which finds it."""
+    """From a seed that comes a little before the first one that finds it."""
     break_rule(monkeypatch, rule)
     with pytest.raises(Violation):
         run(place, range(short_or(first, 0), 400))

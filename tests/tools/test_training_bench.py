@@ -1,4 +1,4 @@
-"""The training benchmark: every strategy restores what was trained, and the quick form is complete."""
+"""The training benchmark: every strategy restores the trained state, and the quick form is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 
 from tools.bench.training import training_loop, training_strategies, training_worker  # noqa: E402
 from tools.bench.training.training_loop import Shape, Trainer, digest  # noqa: E402
-from tools.bench.training.training_strategies import STRATEGIES, Ledger, NotInThisBuildError, Options  # noqa: E402
+from tools.bench.training.training_strategies import STRATEGIES, AbsentError, Ledger, Options  # noqa: E402
 
 SHAPE = Shape(width=32, layers=1, batch=1, context=8)
 
@@ -39,12 +39,12 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "none"])
 @pytest.mark.parametrize("interval", [1, 3])
-def test_what_a_strategy_restores_is_what_was_trained(tmp_path: Path, name: str, interval: int) -> None:
+def test_a_strategy_restores_the_trained_state(tmp_path: Path, name: str, interval: int) -> None:
     trainer, ledger = Trainer(SHAPE), Ledger()
     trainer.take()
     try:
         strategy = STRATEGIES[name](tmp_path, trainer, Options(interval, full_every=4), ledger)
-    except NotInThisBuildError as error:
+    except AbsentError as error:
         pytest.skip(str(error))
     run = training_worker.Run(trainer, strategy, ledger, interval)
     digests = {}
@@ -60,7 +60,7 @@ def test_what_a_strategy_restores_is_what_was_trained(tmp_path: Path, name: str,
     assert digest(other.state()) != digests[12]
     assert STRATEGIES[name].restore(tmp_path, other) == 12
     assert digest(other.state()) == digests[12]
-    other.take()  # and training goes on from it, to the same bits
+    other.take()  # and training continues from it, with the same bits
     trainer.take()
     assert digest(other.state()) == digest(trainer.state())
 
@@ -181,7 +181,7 @@ def test_slowdowns_are_to_none_of_the_same_round_and_waste_is_measured() -> None
     assert cells == [[pytest.approx(1.0), pytest.approx(0.17 / 0.16)]]
 
 
-def test_kills_are_told_with_and_without_anything_to_restore(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kills_are_reported_with_and_without_a_restorable_state(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     none, store = Case("kill", "none", 10), Case("kill", "ckptstore-2", 10)
@@ -212,7 +212,33 @@ def test_the_pictures(tmp_path: Path) -> None:
     assert training_report.draw(training_report.Tables(Results({}), 100.0), training.LABELS, "", tmp_path) == []
 
 
-def test_what_failed_or_is_absent_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_dcp_saves_every_step_where_torch_closes_a_stager_after_its_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.11 does."""
+    from torch.distributed.checkpoint import staging
+
+    class Closing(staging.DefaultStager):  # type: ignore[misc]
+        def stage(self, state_dict: Any, **settings: Any) -> Any:
+            staged = super().stage(state_dict, **settings)
+            self.close()
+            return staged
+
+    monkeypatch.setattr(staging, "DefaultStager", Closing)
+    trainer, ledger = Trainer(SHAPE), Ledger()
+    trainer.take()
+    strategy = STRATEGIES["dcp-async"](tmp_path, trainer, Options(1), ledger)
+    training_worker.Run(trainer, strategy, ledger, 1).until(4)
+    strategy.close()
+    assert set(ledger.durable) == {2, 3, 4}
+    other = Trainer(SHAPE, seed=2)
+    other.take()
+    assert STRATEGIES["dcp-async"].restore(tmp_path, other) == 4
+    assert digest(other.state()) == digest(trainer.state())
+
+
+def test_failed_and_absent_cases_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     from tools.bench.storage.rounds import WorkerError
@@ -230,7 +256,7 @@ def test_what_failed_or_is_absent_is_said(capsys: pytest.CaptureFixture[str]) ->
     training_report.show(Console(width=200), training_report.Tables(results, 100.0), training.LABELS)
     text = capsys.readouterr().out
     assert "loop/torch.save/1 failed: it broke" in text
-    assert "not in this build" in text
+    assert "kill/layer-host/1 is absent: no such mode" in text
     entries = training_report.Tables(results, 100.0).document()
     assert [entry.get("error", entry.get("absent")) for entry in entries] == ["it broke", "no such mode"]
 
@@ -244,13 +270,13 @@ def test_what_failed_or_is_absent_is_said(capsys: pytest.CaptureFixture[str]) ->
         (["--parameters", "many"], "write a number as in 25M"),
     ],
 )
-def test_what_is_not_understood_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(training.main, [*arguments, "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert message in result.output
 
 
-def test_too_little_space_is_said(tmp_path: Path) -> None:
+def test_too_little_space_is_reported(tmp_path: Path) -> None:
     arguments = ["--parameters", "900B", "--only", "loop/torch.save/1", "--out", str(tmp_path)]
     result = CliRunner().invoke(training.main, arguments)
     assert result.exit_code == 1

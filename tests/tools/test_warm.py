@@ -1,4 +1,4 @@
-"""Scripts that begin warm: they are processes as any other, and compute what they compute cold."""
+"""Scripts that start warm: they are processes like any other, and compute the same as cold ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def gone(pid: int) -> bool:
-    """Wait until a process has ended, for a while."""
+    """Wait until a process has ended, for a limited time."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -83,7 +83,7 @@ def test_a_script_finds_what_it_would_find_cold(nursery: Warm, tmp_path: Path, k
     assert json.loads(warm.stdout) == json.loads(cold.stdout)
 
 
-def test_sigkill_takes_it_and_its_status_is_told(nursery: Warm) -> None:
+def test_sigkill_ends_it_and_its_status_is_reported(nursery: Warm) -> None:
     with nursery.start(
         python("print('up', flush=True); import time; time.sleep(60)"), stdout=PIPE, text=True
     ) as script:
@@ -95,7 +95,7 @@ def test_sigkill_takes_it_and_its_status_is_told(nursery: Warm) -> None:
         assert Path(f"/proc/{script.pid}/stat").read_text().split()[5] == str(script.pid), "its own session"
         os.kill(script.pid, signal.SIGKILL)
         assert script.wait(120) == -signal.SIGKILL
-    script.kill()  # nothing, and nobody else that has its number
+    script.kill()  # nothing, and no other process with its number
     assert script.poll() == -signal.SIGKILL
 
 
@@ -119,7 +119,7 @@ def test_each_draws_by_itself(nursery: Warm) -> None:
     assert len({number for each in drawn for number in each}) == 4
 
 
-def test_what_imports_have_read_cannot_be_another(nursery: Warm, tmp_path: Path) -> None:
+def test_variables_read_by_imports_cannot_change(nursery: Warm, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="OMP_NUM_THREADS is '77'"):
         nursery.run(python("0"), env={**os.environ, "OMP_NUM_THREADS": "77"})
     (tmp_path / "of_the_path.py").write_text("found = 'found'")
@@ -133,7 +133,7 @@ def test_other_commands_are_refused(nursery: Warm, command: list[str]) -> None:
         nursery.start(command)
 
 
-def test_who_closes_it_ends_what_it_has_started() -> None:
+def test_closing_it_ends_the_started_scripts() -> None:
     with Warm(()) as own:
         script = own.start(python("import time; time.sleep(60)"))
     assert script.wait(120) == -signal.SIGKILL
@@ -184,9 +184,7 @@ print(torch.get_num_threads(), sum(one.double().sum() for one in model.parameter
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("unbuffered", "printed"), [("1", "begun\n"), (None, "")])
-def test_what_is_printed_leaves_at_once_where_the_environment_says_so(
-    nursery: Warm, unbuffered: str | None, printed: str
-) -> None:
+def test_output_is_unbuffered_if_the_environment_says_so(nursery: Warm, unbuffered: str | None, printed: str) -> None:
     given = {} if unbuffered is None else {"PYTHONUNBUFFERED": unbuffered}
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = nursery.run(python("import os; print('begun'); os._exit(0)"), env=kept | given)

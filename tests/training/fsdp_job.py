@@ -1,8 +1,8 @@
-"""Ranks whose model is cut (FSDP2), as processes: each runs the scenarios that it is told, in one process group.
+"""Ranks whose model is sharded (FSDP2), as processes: each runs the named scenarios in one process group.
 
     python -m tests.training.fsdp_job PORT RANK SIZE FOLDER SCENARIO [SCENARIO ...]
 
-What a scenario expects it asserts itself; what is to be looked at afterwards in one process it leaves in FOLDER.
+A scenario asserts its own expectations; files for later checks in one process are left in FOLDER.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 class Script:
-    """A training script. `cut`: it is sharded, `how`; `alike`: all ranks have the same data, and nothing is drawn."""
+    """A training script. `cut`: how it is sharded; `alike`: all ranks have the same data, and no random numbers are
+    drawn."""
 
     def __init__(self, cut: bool = True, alike: bool = False, **how: Any) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -103,7 +104,7 @@ class Script:
         return loss.item()
 
     def run(self, store: Path, until: int, **options: Any) -> list[float]:
-        """Train from where the store is -> the losses."""
+        """Resume from the store and train -> the losses."""
         losses = []
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         with Checkpointer(store, **parts, **({"rank_timeout": 60.0} | options)) as checkpointer:
@@ -117,7 +118,7 @@ class Script:
 
 
 def same(one: Any, other: Any, where: str = "state") -> None:
-    """Assert that they are the same bits."""
+    """Assert that the bits are equal."""
     if isinstance(one, dict):
         assert one.keys() == other.keys(), where
         for key in one:
@@ -135,7 +136,7 @@ def same(one: Any, other: Any, where: str = "state") -> None:
 
 
 def resumed(folder: Path) -> None:
-    """Every strategy: what is ended and begun again ends in the bits of a run that never was; going back likewise."""
+    """Every strategy: a run that is ended and resumed has the bits of an uninterrupted run; so does a rollback."""
     for strategy in STRATEGIES:
         script = Script()
         losses = script.run(folder / f"whole-{strategy}", 6, strategy=strategy)
@@ -165,7 +166,7 @@ def offloaded(folder: Path) -> None:
 
 
 def again(folder: Path, **how: Any) -> None:
-    """Train, and train in two parts; `how` the model is cut."""
+    """Train at once, and in two parts; `how` the model is sharded."""
     script = Script(**how)
     losses = script.run(folder / "whole", 4, strategy="gradient")
     found = []
@@ -177,7 +178,7 @@ def again(folder: Path, **how: Any) -> None:
 
 
 def parallel_net(mesh: Any, data: Any) -> nn.Module:
-    """Columns over the ranks, then rows; what is between them is not cut. `data`: a mesh that shards it as well."""
+    """Columns over the ranks, then rows; values between them are not sharded. `data`: a mesh that also shards it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 38), nn.LayerNorm(38), nn.Linear(38, 38), nn.GELU(), nn.Linear(38, 16))
     plan = {"2": ColwiseParallel(), "4": RowwiseParallel()}
@@ -188,9 +189,9 @@ def parallel_net(mesh: Any, data: Any) -> nn.Module:
 
 
 def parallel_run(store: Path, until: int, mesh: Any, data: Any, strategy: str) -> tuple[list[float], dict[str, Any]]:
-    """Train from where the store is -> the losses, and the state in the end."""
+    """Resume from the store and train -> the losses, and the final state."""
     model = parallel_net(mesh, data)
-    # Parameters that only some ranks have whole and parameters in shards do not go into one call of foreach.
+    # One call of foreach cannot have both sharded parameters and whole parameters of only some ranks.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     losses = []
     with Checkpointer(store, model=model, optimizer=optimizer, strategy=strategy, rank_timeout=60.0) as checkpointer:
@@ -206,7 +207,7 @@ def parallel_run(store: Path, until: int, mesh: Any, data: Any, strategy: str) -
 
 
 def tensor_parallel(folder: Path) -> None:
-    """Tensor parallelism, every strategy; with four ranks two of them, each in shards of its own (FSDP2)."""
+    """Tensor parallelism, every strategy; with four ranks also two such groups, each with its own shards (FSDP2)."""
     size = dist.get_world_size()
     cut = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
     data = cut["data"] if size > 2 else None
@@ -222,7 +223,7 @@ def tensor_parallel(folder: Path) -> None:
 
 
 def back(folder: Path) -> None:
-    """Going back in one process, into moments that are there."""
+    """Rollback in one process, into existing moments."""
     script = Script()
     parts = {"model": script.model, "optimizer": script.optimizer, "scheduler": script.scheduler}
     with Checkpointer(folder / "back", **parts, strategy="gradient", rank_timeout=60.0) as checkpointer:
@@ -242,7 +243,7 @@ def back(folder: Path) -> None:
 
 
 def sharded_net(cut: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """One that is large enough for headers not to count."""
+    """A model large enough that headers do not matter."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(200, 801), nn.Tanh(), nn.Linear(801, 200))
     if cut:
@@ -251,9 +252,9 @@ def sharded_net(cut: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def as_one(folder: Path) -> None:
-    """A step of the sharded model takes as many bytes as one of the same model that is not, and is the same bits.
+    """A step of the sharded model takes as many bytes as one of the unsharded model, and has the same bits.
 
-    Then the one that was not cut is gone on from by one that is.
+    Then a sharded model continues from the checkpoint of the unsharded one.
     """
     sizes, states = {}, {}
     for cut in (True, False):
@@ -305,7 +306,7 @@ def chosen(folder: Path) -> None:
 
 
 def changed_net(names: str) -> tuple[nn.Module, Any]:
-    """Layers of one shape, made in this order, of parameters with bits of their own; sharded; moments by name."""
+    """Layers of one shape, made in this order, with different parameters; sharded; moments by name."""
     model = nn.Module()
     for name in names:
         model.add_module(name, nn.Linear(6, 6))
@@ -314,7 +315,7 @@ def changed_net(names: str) -> tuple[nn.Module, Any]:
 
 
 def changed(folder: Path) -> None:
-    """Modules in another order are restored by names; what does not fit is refused before it is read."""
+    """Modules in another order are restored by names; a mismatch is refused before anything is read."""
 
     def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return whole({name: dict(optimizer.state[one]) for name, one in model.named_parameters()})
@@ -350,7 +351,7 @@ def changed(folder: Path) -> None:
 
 
 def refused(folder: Path) -> None:
-    """What cannot be with shards."""
+    """Features that shards do not support."""
     script = Script()
     with pytest.raises(UsageError, match="group=None"):
         Checkpointer(folder / "refused", model=script.model, group=None).resume()
@@ -361,7 +362,7 @@ def refused(folder: Path) -> None:
 
 
 def other_ranks(folder: Path) -> None:
-    """On from what two ranks saved, with another number of them: the same bits, and a word that it is another run."""
+    """Continue the run of two ranks with another number of them: the same bits, and a warning that the run differs."""
     saved = torch.load(folder / "resumed-0.pt", weights_only=False)
     script = Script()
     parts = {"model": script.model, "optimizer": script.optimizer, "scheduler": script.scheduler}
@@ -377,7 +378,7 @@ def other_ranks(folder: Path) -> None:
                     (
                         mine.pop(buffer, None),
                         its.pop(buffer, None),
-                    )  # each rank has its own, and what is saved is rank 0's
+                    )  # each rank has its own, and rank 0's is saved
                 same(mine, its, part)
             script.one(6)
             checkpointer.step()
@@ -388,7 +389,8 @@ def other_ranks(folder: Path) -> None:
 
 
 def signalled(folder: Path) -> None:
-    """One rank is asked for a step; then one is told to end; then time is up. All save it, and stop there."""
+    """One rank is signalled to save a step; then one is told to end; then the time limit ends. All save, and stop
+    there."""
     rank, heard = dist.get_rank(), []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: heard.append(number))
@@ -422,7 +424,7 @@ def signalled(folder: Path) -> None:
 
 
 def terminated(folder: Path, victim: int = 1) -> None:
-    """SIGTERM ends one rank for good, once the step is durable; the others are told to stop after the same."""
+    """SIGTERM ends one rank for good, once the step is durable; the others are told to stop after the same step."""
     script = Script(alike=True)
     store = ckptstore.open(folder / "terminated")
     with Checkpointer(
@@ -438,11 +440,11 @@ def terminated(folder: Path, victim: int = 1) -> None:
                 break
             time.sleep(0.005)
         assert store.latest_step() == checkpointer.steps_done
-    os._exit(0)  # the group has lost a rank: nothing of it is to be waited for
+    os._exit(0)  # the group has lost a rank: its collectives would hang
 
 
 def first_terminated(folder: Path) -> None:
-    """Likewise the rank that commits, and that has the process group's store."""
+    """Likewise for the rank that commits and hosts the process group's store."""
     terminated(folder, victim=0)
 
 

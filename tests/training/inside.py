@@ -1,4 +1,4 @@
-"""What the tests of this room reach inside layer-wise snapshots, and planned states, for; see each function."""
+"""Private parts of layer-wise snapshots and planned states that these tests use; each function states why."""
 
 from __future__ import annotations
 
@@ -30,34 +30,35 @@ __all__ = [
 ]
 
 MOST_IN_VAIN = planned_saves._IN_VAIN
-"""After how many plans that did not hold none is made any more: nothing public tells of plans."""
+"""Number of failed plans after which no further plan is made: nothing public shows plans."""
 
 
 def plan_nothing(checkpointer: Checkpointer) -> None:
-    """Have every state taken apart: `PlannedSaves._pause`. Nothing public does, because nobody should want it."""
+    """Make the Checkpointer take every state apart: `PlannedSaves._pause`. No public option does, because no user
+    should want it."""
     assert checkpointer._term is not None
     assert checkpointer._term.saves._planned is not None
     checkpointer._term.saves._planned._pause = 1000
 
 
 def members_of(module: torch.nn.Module) -> dict[str, Any]:
-    """The modules in a module, to be renamed and put in another order: `torch.nn.Module._modules`."""
+    """The modules in a module, for renaming and reordering: `torch.nn.Module._modules`."""
     members: dict[str, Any] = module._modules
     return members
 
 
 def other_members(module: torch.nn.Module) -> None:
-    """Another dict in the place of `torch.nn.Module._modules`, with the modules in another order."""
+    """Replace `torch.nn.Module._modules` by another dict, with the modules in another order."""
     module.__dict__["_modules"] = dict(reversed(module._modules.items()))
 
 
 def not_persistent(module: torch.nn.Module, name: str) -> None:
-    """Leave a buffer out of the state from now on: `torch.nn.Module._non_persistent_buffers_set`."""
+    """Exclude a buffer from the state from now on: `torch.nn.Module._non_persistent_buffers_set`."""
     module._non_persistent_buffers_set.add(name)
 
 
 def save_by(module: torch.nn.Module, save: Callable[..., None]) -> None:
-    """Give a module a way of its own to save itself: `torch.nn.Module._save_to_state_dict`, which torch documents."""
+    """Give a module its own save function: `torch.nn.Module._save_to_state_dict`, which torch documents."""
     module._save_to_state_dict = save
 
 
@@ -67,9 +68,9 @@ def hook_state_dict(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
 
 
 def on_copies(snapshots: LayerwiseSnapshots, patch: pytest.MonkeyPatch, call: Callable[[str], object]) -> None:
-    """`call` with the name of each layer when its copy is begun: `LayerwiseSnapshots._start`.
+    """Call `call` with the name of each layer when its copy begins: `LayerwiseSnapshots._start`.
 
-    Threads that copy run when they may; that a copy was begun before a later layer was updated they do not tell.
+    Copying threads run at any time; they do not show that a copy began before a later layer was updated.
     """
     start = snapshots._start
 
@@ -81,9 +82,9 @@ def on_copies(snapshots: LayerwiseSnapshots, patch: pytest.MonkeyPatch, call: Ca
 
 
 def copying(snapshots: LayerwiseSnapshots) -> bool:
-    """Whether what was begun, and not saved yet, is being copied: `LayerwiseSnapshots._early`.
+    """Whether the unsaved early copies are still in progress: `LayerwiseSnapshots._early`.
 
-    `wait` waits for that, and has everything copied again; this is about what is not.
+    `wait` waits for them, and copies everything again; here that must not happen.
     """
     assert snapshots._early is not None
     return snapshots._early.save.copying
@@ -92,15 +93,15 @@ def copying(snapshots: LayerwiseSnapshots) -> bool:
 def waits_for(snapshots: LayerwiseSnapshots) -> int:
     """How many saves have layers that a next step might wait for: `LayerwiseSnapshots._under_way`.
 
-    `report` tells of them, and forgets those that are copied by then.
+    `report` lists them, and forgets those that are copied by then.
     """
     return len(snapshots._under_way)
 
 
 def interrupt_early_copy(snapshots: LayerwiseSnapshots, patch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C where the copy of a layer is handed to its thread: `LayerwiseSnapshots._early`, its filling's pool.
+    """Ctrl-C where the copy of a layer is passed to its thread: `LayerwiseSnapshots._early`, its filling's pool.
 
-    Between two lines, in the hook of an optimizer.
+    It comes between two lines, in the hook of an optimizer.
     """
 
     def interrupted(*_: Any) -> None:
@@ -111,7 +112,7 @@ def interrupt_early_copy(snapshots: LayerwiseSnapshots, patch: pytest.MonkeyPatc
 
 
 def fill_the_device(patch: pytest.MonkeyPatch) -> None:
-    """Let the device have no memory for a copy: `staging._on_device`. A CPU never runs out of it for certain."""
+    """Make the device refuse memory for a copy: `staging._on_device`. A CPU never reliably runs out of it."""
 
     def full(_: Any) -> Any:
         raise torch.OutOfMemoryError
@@ -120,10 +121,10 @@ def fill_the_device(patch: pytest.MonkeyPatch) -> None:
 
 
 def copied_during_backward(checkpointer: Any) -> int:
-    """How many gradients have left for the agent before the optimizer's step (strategy ``replica``)."""
+    """How many gradients were sent to the agent before the optimizer's step (strategy ``replica``)."""
     return len(checkpointer._term.saves._consumed._step.early)
 
 
 def hooks_of(parameter: Any) -> int:
-    """How many hooks wait for its gradient."""
+    """The number of hooks on its gradient."""
     return len(parameter._post_accumulate_grad_hooks or ())

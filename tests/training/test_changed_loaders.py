@@ -1,4 +1,4 @@
-"""A loader that is not what it was when the run was saved: what of the epoch comes, and what is told."""
+"""A loader that has changed since the run was saved: the remaining samples of the epoch, and the warnings."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from ckptstore.write.ranks.messages.key_value_store import Group  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 
-# torchdata asks torch for something that torch has given up.
+# torchdata uses a function that torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
-TWICE = "that were given out come a second time if the loader still has them, and none is left out"
+TWICE = "already yielded are repeated if the loader still has them, and none is skipped"
 
 
 def taken(batches: Iterator[Any], count: int = 10**9) -> list[list[int]]:
@@ -57,7 +57,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 
 def resumed(loader: Any, state: Any) -> tuple[CountedBatches, str]:
-    """A loader sent to a place, as another process would be -> it, and what is told."""
+    """A loader restored to a position, as in another process -> it, and the warnings."""
     torch.manual_seed(99)
     batches = counted(loader)
     state = copy.deepcopy(state)
@@ -82,7 +82,7 @@ def cut_off(loader: Any, after: int) -> tuple[list[list[int]], Any]:
 
 @st.composite
 def lives(draw: st.DrawFn) -> dict[str, Any]:
-    """Three processes, or groups of them, that go through one epoch."""
+    """Three processes, or groups of them, that continue one epoch."""
     sizes = st.sampled_from((1, 2, 3, 4))
     ranks = draw(st.one_of(st.just((1, 1, 1)), st.tuples(*[st.sampled_from((1, 2, 4))] * 3)))
     return {
@@ -117,7 +117,7 @@ def group(one: dict[str, Any], life: int) -> list[CountedBatches]:
 @settings(max_examples=short_or(60, 500), deadline=None)
 @given(lives())
 def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
-    """With other batch sizes and other numbers of ranks; of those that come twice it is told how many."""
+    """With other batch sizes and other numbers of ranks; the warning counts the samples that are repeated."""
     states: list[Any] = []
     seen: list[int] = []
     twice = 0
@@ -133,7 +133,7 @@ def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
                 batches.load_state_dict(state)
             changed = any(one[what][life] != one[what][life - 1] for what in ("ranks", "sizes"))
             assert bool(said) == changed
-            found = re.search(r"and (\d+) samples a second time", said)
+            found = re.search(r"and (\d+) are repeated so that", said)
             more = int(found[1]) if found else 0
             if changed and len(set(seen)) < one["samples"]:  # those come last
                 twice = more
@@ -144,7 +144,7 @@ def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
         for _ in range(steps):
             given_out = [next(each, None) for each in running]
             if given_out[0] is None:
-                assert given_out == [None] * len(running)  # as many for each rank: a group would hang
+                assert given_out == [None] * len(running)  # the same number for each rank: a group would hang
                 break
             seen += flat([batch.tolist() for batch in given_out])
         else:
@@ -158,9 +158,9 @@ def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore::ckptstore.DeterminismWarning"
-)  # of several threads; what it says is looked at above
+)  # of several threads; the warnings are checked above
 def test_ranks_that_save_together_and_are_others_each_time(tmp_path: Path, numpy_elsewhere: None) -> None:
-    """2 ranks, then 4, then 2: the epoch goes on, and the next one is whole."""
+    """2 ranks, then 4, then 2: the epoch continues, and the next one is whole."""
     data = list(range(48))
 
     def work(group: Group, until: int | None) -> list[list[int]]:
@@ -188,14 +188,14 @@ def test_ranks_that_save_together_and_are_others_each_time(tmp_path: Path, numpy
     assert sorted(seen) == data
 
 
-def test_another_batch_size_goes_on_in_the_same_order() -> None:
+def test_another_batch_size_continues_in_the_same_order() -> None:
     data = list(range(40))
     whole = flat(cut_off(DataLoader(data, batch_size=4, shuffle=True), 10)[0])
     first, state = cut_off(DataLoader(data, batch_size=4, shuffle=True), 3)
     batches, said = resumed(DataLoader(data, batch_size=10, shuffle=True), state)
     assert said == (
-        "loader: a batch had 4 samples, and has 10 now; the epoch continues after the 12 samples that were given out: "
-        "the other 28 come once each"
+        "loader: a batch had 4 samples, and has 10 now; the epoch continues after the 12 samples already yielded: "
+        "the other 28 are yielded once each"
     )
     rest = taken(iter(batches))
     assert [len(batch) for batch in rest] == [10, 10, 8]
@@ -223,10 +223,10 @@ def test_a_dataset_that_grew(kind: Any) -> None:
     assert flat(first) + flat(taken(iter(batches))) == list(range(15))
 
 
-def test_a_dataset_that_shrank_to_less_than_was_given_out() -> None:
+def test_a_dataset_that_shrank_below_the_samples_already_yielded() -> None:
     _, state = cut_off(DataLoader(list(range(12)), batch_size=2), 3)
     batches, said = resumed(DataLoader(list(range(5)), batch_size=2), state)
-    assert said.endswith("all samples of the epoch were given out (6)")
+    assert said.endswith("all samples of the epoch were already yielded (6)")
     assert taken(iter(batches)) == []
     assert flat(taken(iter(batches))) == list(range(5))
 
@@ -239,7 +239,7 @@ def test_a_dataset_that_shrank_to_less_than_was_given_out() -> None:
         ({"sampler": DistributedSampler(range(12), 2, 0)}, "the samples were for 1 ranks, and are for 2 now"),
     ],
 )
-def test_another_order_begins_the_epoch_anew(options: dict[str, Any], differs: str) -> None:
+def test_another_order_restarts_the_epoch(options: dict[str, Any], differs: str) -> None:
     _, state = cut_off(DataLoader(list(range(12)), batch_size=2, shuffle=True), 2)
     data = list(range(12 + options.pop("longer", False)))
     loader = DataLoader(data, batch_size=2, **options)
@@ -262,7 +262,7 @@ class Split(IterableDataset[int]):
 def test_a_stream_that_other_workers_divide() -> None:
     _, state = cut_off(DataLoader(Split(), 4), 3)
     _, told = resumed(DataLoader(Split(), 4, num_workers=2), state)
-    assert "some may come a second time, or not at all" in told
+    assert "some samples may be repeated or skipped" in told
 
 
 def weighted(weights: Any, count: int = 12, replacement: bool = True) -> Any:
@@ -284,7 +284,7 @@ def weighted(weights: Any, count: int = 12, replacement: bool = True) -> Any:
         ),
     ],
 )
-def test_other_contents_of_a_sampler_begin_the_epoch_anew(kind: Any, before: Any, after: Any, differs: str) -> None:
+def test_other_contents_of_a_sampler_restart_the_epoch(kind: Any, before: Any, after: Any, differs: str) -> None:
     _, state = cut_off(kind(list(range(12)), batch_size=2, sampler=before), 2)
     batches, said = resumed(kind(list(range(12)), batch_size=2, sampler=after), state)
     assert said == f"loader: {differs}; the epoch starts again: the 4 samples {TWICE}"
@@ -293,7 +293,7 @@ def test_other_contents_of_a_sampler_begin_the_epoch_anew(kind: Any, before: Any
 
 
 class Thinned(Sampler[int]):
-    """Of a class of its own: each second sample, or each third."""
+    """A custom sampler class: each second sample, or each third."""
 
     def __init__(self, each: int) -> None:
         self.each = each
@@ -308,7 +308,9 @@ class Thinned(Sampler[int]):
 def test_a_sampler_of_the_script_s_own_that_has_another_length() -> None:
     _, state = cut_off(DataLoader(list(range(12)), sampler=Thinned(2)), 2)
     batches, said = resumed(DataLoader(list(range(12)), sampler=Thinned(3)), state)
-    assert "the sampler gave 6 samples in an epoch, and gives 4 now; loader: sampler.each was 2, and is 3 now" in said
+    assert (
+        "the sampler yielded 6 samples in an epoch, and yields 4 now; loader: sampler.each was 2, and is 3 now" in said
+    )
     assert "the epoch starts again" in said
     assert flat(taken(iter(batches))) == [0, 3, 6, 9]
 
@@ -321,7 +323,7 @@ def test_a_sampler_of_the_script_s_own_that_has_another_length() -> None:
         (weighted([1] * 8), weighted(torch.ones(8))),
     ],
 )
-def test_the_same_contents_in_another_form_go_on(before: Any, after: Any) -> None:
+def test_the_same_contents_in_another_form_continue(before: Any, after: Any) -> None:
     first, state = cut_off(DataLoader(list(range(12)), sampler=before), 3)
     batches, said = resumed(DataLoader(list(range(12)), sampler=after), state)
     assert said == ""
@@ -350,7 +352,7 @@ def test_the_contents_of_a_sampler_are_read_once_in_an_epoch(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_generator_that_came_or_went_begins_the_epoch_anew(first: bool) -> None:
+def test_an_added_or_removed_generator_restarts_the_epoch(first: bool) -> None:
     def loader(own: bool) -> Any:
         return DataLoader(range(22), 4, shuffle=True, generator=torch.Generator().manual_seed(3) if own else None)
 
@@ -358,7 +360,7 @@ def test_a_generator_that_came_or_went_begins_the_epoch_anew(first: bool) -> Non
     batches, told = resumed(loader(not first), state)
     assert sorted(flat(taken(iter(batches)))) == list(range(22))
     assert "the order of samples was drawn from" in told
-    assert "the 12 samples that were given out come a second time" in told
+    assert "the 12 samples already yielded are repeated" in told
 
 
 def test_a_generator_that_came_where_the_sampler_says_how_it_drew() -> None:
@@ -373,11 +375,11 @@ def test_a_generator_that_came_where_the_sampler_says_how_it_drew() -> None:
 
 
 @pytest.mark.parametrize("shuffled", [True, False])
-def test_what_drop_last_leaves_out_is_told(shuffled: bool) -> None:
+def test_samples_that_drop_last_drops_are_counted(shuffled: bool) -> None:
     data = list(range(13))
     first, state = cut_off(DataLoader(data, batch_size=2, shuffle=shuffled), 2)
     batches, said = resumed(DataLoader(data, batch_size=4, shuffle=shuffled, drop_last=True), state)
-    assert said.endswith("the other 9 come once each, but for 1 that drop_last leaves out")
+    assert said.endswith("the other 9 are yielded once each, except 1 that drop_last drops")
     assert len({*flat(first), *flat(taken(iter(batches)))}) == 12
 
 
@@ -390,7 +392,7 @@ def test_shares_that_drop_last() -> None:
     seen = flat([flat(batches) for batches, _ in first])
     for rank, loader in enumerate(loaders(4, 2)):
         batches, said = resumed(loader, first[rank % 2][1])
-        assert said.endswith("the other 18 come once each, but for 2 that drop_last leaves out")
+        assert said.endswith("the other 18 are yielded once each, except 2 that drop_last drops")
         seen += flat(taken(iter(batches)))
     assert len(seen) == len(set(seen)) == 24
 
@@ -417,25 +419,23 @@ def test_a_stream_whose_batches_cannot_be_cut(kind: Any, size: int, rest: int) -
     batches, said = resumed(kind(Stream(), batch_size=size), state)
     again = 6 - rest
     twice = (
-        f"{again} of the 6 samples that were given out come"
+        f"{again} of the 6 samples already yielded are repeated"
         if again
-        else "none of the 6 samples that were given out comes"
+        else "none of the 6 samples already yielded is repeated"
     )
-    assert said.endswith(
-        f"continues after {6 // size} batches of {size} samples: {twice} a second time, and none is left out"
-    )
+    assert said.endswith(f"continues after {6 // size} batches of {size} samples: {twice}, and none is skipped")
     assert [one.prevents for one in batches.compare(state)][-1] == bool(again)
     assert flat(taken(iter(batches))) == list(range(rest, 20))
 
 
-def test_ranks_that_nobody_knows_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_in_an_unknown_way(monkeypatch: pytest.MonkeyPatch) -> None:
     first, state = cut_off(DataLoader(list(range(12)), batch_size=2), 2)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
     batches, said = resumed(DataLoader(list(range(12)), batch_size=2), state)
     assert "for 1 ranks, and are for 2 now" in said
-    assert said.endswith("is not known, so some may come a second time, or not at all")
+    assert said.endswith("is unknown, so some may be repeated or skipped")
     assert [one.prevents for one in batches.compare(state)][-1]
     assert flat(first) + flat(taken(iter(batches))) == list(range(12))
 
@@ -458,14 +458,14 @@ def test_batches_of_a_sampler_s_own_making() -> None:
 
 
 def test_the_order_is_that_of_the_batch_sampler() -> None:
-    """And not of the loader's own sampler, which nothing asks then."""
+    """Not that of the loader's own sampler, which nothing uses then."""
 
     def loader(size: int, kind: Any) -> DataLoader[int]:
         return DataLoader(list(range(12)), batch_sampler=BatchSampler(kind(range(12)), size, drop_last=False))
 
     first, state = cut_off(loader(2, RandomSampler), 2)
     batches, said = resumed(loader(4, RandomSampler), state)
-    assert said.endswith("the other 8 come once each")
+    assert said.endswith("the other 8 are yielded once each")
     assert sorted(flat(first) + flat(taken(iter(batches)))) == list(range(12))
     _, said = resumed(loader(2, SequentialSampler), state)
     assert "the epoch starts again: the 4 samples" in said

@@ -1,4 +1,4 @@
-"""The Checkpointer: a script that is ended and resumed ends in the bits of one that never was."""
+"""The Checkpointer: a script that is ended and resumed ends with the bits of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Net(torch.nn.Module):  # type: ignore[misc]
-    """Tied, frozen, unused and seldom used parameters, and buffers that forward changes."""
+    """Tied, frozen, unused and rarely used parameters, and buffers that forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Net(torch.nn.Module):  # type: ignore[misc]
 
 
 class Script:
-    """What a training script has; every part of it draws from generators or counts steps."""
+    """The parts of a training script; every part draws from generators or counts steps."""
 
     def __init__(self, make: Callable[[Any], Any] | None = None, **also: Any) -> None:
         random.seed(1)
@@ -98,7 +98,7 @@ class Script:
         return loss
 
     def run(self, store: Any, until: int, **options: Any) -> list[float]:
-        """Train from where the store is -> the losses."""
+        """Resume from the store and train -> the losses."""
         losses = []
         with Checkpointer(store, **self.parts(), **options) as checkpointer:
             start = checkpointer.resume()
@@ -238,7 +238,7 @@ def test_a_scaler_and_the_steps_that_it_skips(tmp_path: Path, fused: bool) -> No
         def everything(self) -> Any:
             return super().everything() | {"scaler": self.scaler.state_dict()}
 
-    with warnings.catch_warnings():  # torch: the scheduler before the first optimizer step, which was skipped
+    with warnings.catch_warnings():  # torch warns: the scheduler before the first optimizer step, which was skipped
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
         compare_after_resume(tmp_path, Scaled, strategy="gradient")
     assert [info.step for info in ckptstore.open(tmp_path / "whole").checkpoints()] == list(range(1, 12))
@@ -258,7 +258,7 @@ def test_micro_batches_whose_gradients_are_accumulated(tmp_path: Path) -> None:
     script = Accumulating()
     script.run(tmp_path / "whole", 12, strategy="gradient")
     assert [info.step for info in ckptstore.open(tmp_path / "whole").checkpoints()] == [2, 4, 6, 8, 10, 12]
-    for until in (5, 9, 12):  # in the middle of an accumulation: it is done again
+    for until in (5, 9, 12):  # in the middle of an accumulation: it is repeated
         again = Accumulating()
         again.run(tmp_path / "parts", until, strategy="gradient")
     same(again.everything(), script.everything())
@@ -388,7 +388,7 @@ def test_a_state_that_somebody_else_loads_is_refused(tmp_path: Path) -> None:
         checkpointer.step()
 
 
-def test_what_is_no_checkpoint_of_a_checkpointer_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_writer_is_refused(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "s").writer() as writer:
         writer.save({"model": {}}, 1)
     with (
@@ -423,7 +423,7 @@ def test_another_optimizer_is_refused_and_warned_of_on_request(tmp_path: Path) -
 
 
 def test_the_optimizers_implementation_is_that_of_the_checkpoint(tmp_path: Path) -> None:
-    """Torch's ``load_state_dict`` gives the flags back as well, so that the bits go on."""
+    """Torch's ``load_state_dict`` restores the flags as well, so the bits continue."""
     Script(lambda p: torch.optim.AdamW(p, foreach=True)).run(tmp_path / "s", 2, strategy="full")
     assert "foreach=True" in ckptstore.open(tmp_path / "s").load()["environment"]["optimizer 0"]
     script = Script(lambda p: torch.optim.AdamW(p, fused=True))
@@ -432,10 +432,10 @@ def test_the_optimizers_implementation_is_that_of_the_checkpoint(tmp_path: Path)
     assert script.optimizer.param_groups[0]["foreach"]
 
 
-# -- what is kept
+# -- retention
 
 
-def test_what_is_kept_is_a_union_and_never_without_the_newest(tmp_path: Path) -> None:
+def test_the_kept_checkpoints_are_a_union_that_includes_the_newest(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     store = ckptstore.open(tmp_path / "s")
     losses = [9.0, 1.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.5, 2.0, float("nan")]
@@ -449,7 +449,7 @@ def test_what_is_kept_is_a_union_and_never_without_the_newest(tmp_path: Path) ->
     assert store.checkpoint("tag:best").step == 2
     segments = list((tmp_path / "s" / "seg").rglob("*.safetensors"))
     assert len(segments) == len(kept)
-    with Checkpointer(store, model=model, **options) as checkpointer:  # the rules look at all of the line
+    with Checkpointer(store, model=model, **options) as checkpointer:  # the rules apply to the whole line
         assert checkpointer.resume() == 11
         checkpointer.step(metrics={"loss": 0.5})
     assert store.checkpoint("tag:best").step == 12
@@ -510,7 +510,9 @@ def test_rules_are_the_store_s_and_the_next_run_keeps_to_them(tmp_path: Path) ->
                 checkpointer.step(metrics={"loss": loss})
     assert store.rules() == ("last:1", "best:loss:2")
     assert [info.step for info in store.checkpoints()] == [2, 7, 8]
-    assert len(list((tmp_path / "s" / "seg").rglob("*.safetensors"))) == 3  # and what went is deleted
+    assert (
+        len(list((tmp_path / "s" / "seg").rglob("*.safetensors"))) == 3
+    )  # and the segments of retired ones are deleted
 
 
 def test_it_compacts_in_its_idle_time(tmp_path: Path) -> None:
@@ -524,7 +526,7 @@ def test_it_compacts_in_its_idle_time(tmp_path: Path) -> None:
                 model.weight[step] += 1.0
             checkpointer.step()
         checkpointer.wait()
-        store.keep("every:5")  # late: what a writer knows beforehand is kept as a full
+        store.keep("every:5")  # late: a writer that knows the rules stores the kept ones as fulls
         assert passed.wait(60)
     assert [info.step for info in store.checkpoints()] == [5, 10, 12]
     assert store.verify(deep=True).ok
@@ -554,7 +556,7 @@ def test_not_every_step_and_the_last_one_all_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("also", [{}, {"tags": "ignored"}], ids=["plain", "tagged"])
 def test_a_call_without_a_step_takes_nothing_from_the_step_before(tmp_path: Path, also: Any) -> None:
-    """A script that ends in the middle of an accumulation: the weights that it ends with are in a checkpoint."""
+    """A script that ends in the middle of an accumulation: its final weights are in a checkpoint."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     store = ckptstore.open(tmp_path / "s")
@@ -572,7 +574,7 @@ def test_a_call_without_a_step_takes_nothing_from_the_step_before(tmp_path: Path
     same(store.load(13, framework="torch")["model"], model.state_dict())
 
 
-def test_what_is_saved_at_the_end_of_an_unfinished_accumulation(tmp_path: Path) -> None:
+def test_the_save_at_the_end_of_an_unfinished_accumulation(tmp_path: Path) -> None:
     """The number of the last call, the weights of the last optimizer step, and the next batch: as the page says."""
     batches = [torch.full((1, 4), float(number)) for number in range(10)]
 
@@ -601,7 +603,7 @@ def test_what_is_saved_at_the_end_of_an_unfinished_accumulation(tmp_path: Path) 
         assert [float(batch[0, 0]) for batch in checkpointer.loader] == [7, 8, 9]
 
 
-def test_a_parameter_that_left_its_group_is_told_of(tmp_path: Path) -> None:
+def test_a_parameter_that_left_its_group_causes_a_warning(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
 
@@ -643,7 +645,7 @@ def test_auto_says_what_it_takes_and_why(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_on_a_terminal_auto_says_it_there(tmp_path: Path) -> None:
-    """Once a process, and only what a log that somebody listens to does not say."""
+    """Once a process, and only messages that no log handler shows."""
     main, other = os.openpty()
     logger = logging.getLogger("ckptstore.training")
     try:
@@ -658,7 +660,7 @@ def test_on_a_terminal_auto_says_it_there(tmp_path: Path) -> None:
                 assert ": delta, term " in repr(checkpointer)
             print("end", file=terminal, flush=True)
             shown = ""
-            while not shown.endswith("end\r\n"):  # a terminal gives what it has, maybe line by line
+            while not shown.endswith("end\r\n"):  # a terminal returns its available output, perhaps line by line
                 shown += os.read(main, 65536).decode()
     finally:
         logger.setLevel(logging.NOTSET)
@@ -735,7 +737,7 @@ def test_an_error_is_raised_or_warned_of(tmp_path: Path) -> None:
     assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [2, 4]
 
 
-def test_a_save_that_failed_in_the_background_is_told_of_by_the_next_step(tmp_path: Path) -> None:
+def test_a_failed_background_save_is_reported_by_the_next_step(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "s", model=torch.nn.Linear(2, 2), strategy="full") as checkpointer:
         checkpointer.resume()
         first = checkpointer.step()
@@ -754,7 +756,7 @@ def test_a_save_that_failed_in_the_background_is_told_of_by_the_next_step(tmp_pa
     assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [1, 4]
 
 
-def test_a_step_that_is_told_of_a_failed_save_is_saved_itself(tmp_path: Path) -> None:
+def test_a_step_that_reports_a_failed_save_is_saved_itself(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with Checkpointer(tmp_path / "s", model=model, strategy="full", on_error="warn") as checkpointer:
         checkpointer.resume()
@@ -786,7 +788,7 @@ def test_a_writer_that_was_fenced_stops_the_saving_and_not_the_training(tmp_path
     assert checkpointer.steps_done == 3
 
 
-def test_a_writer_that_was_fenced_is_told_of_at_every_step(tmp_path: Path) -> None:
+def test_a_fenced_writer_is_reported_at_every_step(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "s", model=torch.nn.Linear(2, 2), strategy="full") as checkpointer:
         checkpointer.resume()
         checkpointer.step()
@@ -801,7 +803,8 @@ def test_a_writer_that_was_fenced_is_told_of_at_every_step(tmp_path: Path) -> No
 
 
 def test_a_fork_is_refused_before_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the save that was on its way when it was forked, whose thread it does not have: its place is never free."""
+    """Otherwise it waits for the save that was in flight at the fork, whose thread it lacks: its slot never becomes
+    free."""
     create, free = LocalBackend.create, threading.Event()
 
     def held(backend: LocalBackend, key: str, data: bytes) -> None:
@@ -824,7 +827,7 @@ def test_a_fork_is_refused_before_it_waits(tmp_path: Path, monkeypatch: pytest.M
             if not victim:
                 status = 1
                 try:
-                    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs an interpreter that goes on
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs a running interpreter
                     signal.alarm(20)
                     script.optimizer.step()
                     checkpointer.step()
@@ -851,7 +854,7 @@ def test_an_optimizer_that_never_steps_is_remarked_upon(tmp_path: Path) -> None:
             checkpointer.step()
 
 
-def test_diffs_that_explain_nothing_are_told_of_once(tmp_path: Path) -> None:
+def test_diffs_that_explain_nothing_cause_one_warning(tmp_path: Path) -> None:
     class Odd(torch.optim.AdamW):  # type: ignore[misc]
         def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
@@ -901,7 +904,7 @@ def test_diffs_that_explain_nothing_are_told_of_once(tmp_path: Path) -> None:
     ],
     ids="-".join,
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_opened(tmp_path: Path, options: Any) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_opened(tmp_path: Path, options: Any) -> None:
     with pytest.raises(UsageError):
         Checkpointer(tmp_path / "s", **({"model": torch.nn.Linear(1, 1)} | options))
     assert not (tmp_path / "s").exists()
@@ -946,7 +949,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 
 class Board:
-    """A `SummaryWriter` as far as it is asked for."""
+    """The used part of a `SummaryWriter`."""
 
     def __init__(self) -> None:
         self.points: dict[str, list[tuple[int, float]]] = {}
@@ -1061,7 +1064,40 @@ def test_sigterm_saves_the_step_under_way_and_ends_the_process(warm: Warm, tmp_p
     process.terminate()
     process.communicate(timeout=100)
     assert process.returncode == -signal.SIGTERM
-    assert (ckptstore.open(tmp_path / "s").latest_step() or 0) > 5  # how far it comes is a matter of scheduling
+    assert (ckptstore.open(tmp_path / "s").latest_step() or 0) > 5  # how far it gets depends on scheduling
+
+
+def test_a_handler_of_sigterm_above_that_calls_the_checkpointers_keeps_no_process_alive(
+    warm: Warm, tmp_path: Path
+) -> None:
+    end = """
+    import signal
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+    process = script(warm, tmp_path, end, options="strategy='gradient', batch=100, grace_seconds=0.2")
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGTERM
+    assert ckptstore.open(tmp_path / "s").latest_step() == 5
+
+
+def test_sigterm_ends_a_forked_child_at_once(warm: Warm, tmp_path: Path) -> None:
+    """It has no loop whose step it could wait for."""
+    end = """
+    import os
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), 15)
+        time.sleep(60)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    """
+    process = script(warm, tmp_path, end, options="strategy='full', grace_seconds=1000")
+    assert process.communicate(timeout=100)[0] == "-15\n"
+    assert process.returncode == 0
 
 
 def test_sigterm_waits_no_longer_than_its_grace(warm: Warm, tmp_path: Path) -> None:

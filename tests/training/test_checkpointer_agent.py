@@ -1,4 +1,4 @@
-"""A Checkpointer whose saves an agent does: who dies, and what the next `resume` goes on from."""
+"""A Checkpointer whose saves an agent does: kills of either, and the state from which the next `resume` continues."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victims", ["trainer", "both"])
-def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victims: str, warm: Warm) -> None:
+def test_a_run_whose_trainer_is_killed_continues_bit_for_bit(tmp_path: Path, victims: str, warm: Warm) -> None:
     arguments = [sys.executable, "-c", TRAINER, str(tmp_path / "run"), "gradient"]
     done = warm.run(arguments, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -117,7 +117,7 @@ def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victi
     with script.checkpointer:
         start = script.checkpointer.resume()
         if victims == "trainer":
-            assert start >= 2, "more than the step in flight is lost"  # a message may be on its way when step() returns
+            assert start >= 2, "more than the step in flight is lost"  # a message may be in flight when step() returns
             assert script.agent_pid == int(told["agent"])
         for _ in range(start, 6):
             script.train()
@@ -125,7 +125,7 @@ def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victi
     assert ckptstore.open(tmp_path / "run").latest_step() == 6
 
 
-def test_training_goes_on_when_the_agent_dies_and_another_one_saves(tmp_path: Path) -> None:
+def test_training_continues_when_the_agent_dies_and_another_one_saves(tmp_path: Path) -> None:
     script = Script(tmp_path / "run", strategy="delta")
     with script.checkpointer:
         script.checkpointer.resume()
@@ -170,7 +170,7 @@ def test_the_last_step_is_saved_again_if_its_agent_dies_with_it(tmp_path: Path, 
 
 
 def test_a_step_whose_agent_died_is_not_saved_again_once_the_next_has_begun(tmp_path: Path) -> None:
-    """The state is the next step's by then: under the name of the last one it would be another than it was."""
+    """The live state is the next step's by then: saved under the name of the last one it would be wrong."""
     script = Script(tmp_path / "run", strategy="gradient", batch=50)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -212,7 +212,7 @@ def test_resume_none_takes_nothing_that_an_agent_kept(tmp_path: Path, warm: Warm
 
 
 def test_the_agent_of_one_of_many_ranks_is_not_replaced(tmp_path: Path) -> None:
-    """Nobody knows what step the others are in: all begin again."""
+    """The current step of the other ranks is unknown: all start again."""
     script = Script(tmp_path / "run", strategy="gradient", group=Group(0, 1, LocalMailbox()))
     with script.checkpointer:
         assert script.checkpointer.resume() == 0
@@ -270,7 +270,7 @@ def test_torchrun_starts_the_ranks_again_and_they_go_on_bit_for_bit(tmp_path: Pa
         assert (int(start) >= 3, again, digest) == (True, "True", uninterrupted(6))
 
 
-def test_what_an_agent_cannot_be_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_an_invalid_agent_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="agent: 'yes'"):
         Checkpointer(tmp_path / "run", model=torch.nn.Linear(1, 1), agent="yes")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="linger_seconds"):

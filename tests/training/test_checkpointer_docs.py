@@ -19,7 +19,7 @@ def test_the_examples_run(tmp_path: Path) -> None:
     codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(codes) == 6
     left_out = (
-        "import warnings; warnings.filterwarnings('ignore', 'resuming 1@1')\n"  # what the changed script asks for
+        "import warnings; warnings.filterwarnings('ignore', 'resuming 1@1')\n"  # the command line of the changed script
     )
     for code in codes:
         done = warmth.run([sys.executable, "-W", "error", "-c", left_out + code], cwd=tmp_path)

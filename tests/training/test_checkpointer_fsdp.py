@@ -1,4 +1,4 @@
-"""The Checkpointer and sharded models (FSDP2): real ranks that save, are resumed, cut in another way, and signalled."""
+"""The Checkpointer and sharded models (FSDP2): real ranks that save, resume, change their sharding, and get signals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools.warm import Warm  # noqa: E402
 
 
 def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, ...] = ()) -> None:
-    """Run a job to its end; what a rank complained of is raised. `expected`: exit statuses."""
+    """Run a job to its end; raises an error with the ranks' output. `expected`: exit statuses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -67,7 +67,7 @@ def test_steps_of_a_sharded_model_are_steps(job: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=long_only)])
-def test_another_number_of_ranks_goes_on(job: Path, size: int, warm: Warm) -> None:
+def test_another_number_of_ranks_continues(job: Path, size: int, warm: Warm) -> None:
     run(warm, job, size, "other_ranks")
 
 
@@ -76,7 +76,7 @@ def test_tensor_parallel_ranks_whose_shards_are_cut_again(tmp_path: Path, warm: 
     run(warm, tmp_path, 4, "tensor_parallel")
 
 
-def test_a_process_that_shards_nothing_goes_on(job: Path) -> None:
+def test_a_process_that_shards_nothing_continues(job: Path) -> None:
     saved = torch.load(job / "resumed-0.pt", weights_only=False)
     script = fsdp_job.Script(cut=False)
     before = torch.get_num_threads()

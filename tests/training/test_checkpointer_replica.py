@@ -1,4 +1,4 @@
-"""Strategy ``replica``: the agent takes the optimizers' steps again, digests prove it; whatever fails costs a full."""
+"""Strategy ``replica``: the agent repeats the optimizers' steps, and digests prove it; a mismatch costs only a full."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def uninterrupted(steps: int, *, beside: bool = False) -> str:
 
 @pytest.fixture
 def wholes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps of which a whole state was handed over."""
+    """The steps whose whole state was handed over."""
     found: list[int] = []
     save = AgentWriter.save_async
 
@@ -156,7 +156,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victims", ["trainer", pytest.param("both", marks=long_only)])
-def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(
+def test_a_run_whose_trainer_is_killed_continues_bit_for_bit(
     tmp_path: Path, victims: str, wholes: list[int], warm: Warm
 ) -> None:
     arguments = [sys.executable, "-c", TRAINER, str(tmp_path / "run")]
@@ -169,7 +169,7 @@ def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(
     with script.checkpointer:
         start = script.checkpointer.resume()
         if victims == "trainer":
-            assert start >= 5, "more than the step in flight is lost"  # a message may be on its way when step() returns
+            assert start >= 5, "more than the step in flight is lost"  # a message may be in flight when step() returns
             assert script.checkpointer.agent_pid == int(told["agent"])
         for step in range(start, 8):
             script.train(step)
@@ -178,7 +178,7 @@ def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(
     assert ckptstore.open(tmp_path / "run").latest_step() == 8
 
 
-def test_what_the_arithmetic_does_not_say_is_handed_over_whole_then_sent(tmp_path: Path, wholes: list[int]) -> None:
+def test_unpredicted_tensors_are_handed_over_whole_then_sent(tmp_path: Path, wholes: list[int]) -> None:
     script = Script(tmp_path / "run")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -260,9 +260,7 @@ class Lookahead(torch.optim.SGD):
         ({"agent": True, "optimizer": lambda own: torch.optim.AdamW(own, lr=torch.tensor(0.1))}, "lr is a Tensor"),
     ],
 )
-def test_what_cannot_be_replicated_is_refused_with_the_remedy(
-    tmp_path: Path, options: dict[str, Any], reason: str
-) -> None:
+def test_an_unsupported_script_is_refused_with_the_remedy(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
     model = torch.nn.Linear(4, 4)
     made = {"optimizer": lambda own: torch.optim.SGD(own, 0.1)} | options
     optimizer = None if made["optimizer"] is None else made["optimizer"](model.parameters())
@@ -283,7 +281,7 @@ def test_one_bit_is_found_in_the_tensor_that_has_it() -> None:
         assert proof.differs(wanted, some.pool) == [2, 3]
 
 
-def test_gradients_leave_during_backward_until_that_is_in_vain(tmp_path: Path, wholes: list[int]) -> None:
+def test_gradients_are_sent_during_backward_until_that_is_useless(tmp_path: Path, wholes: list[int]) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(128, 256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -312,14 +310,15 @@ def test_gradients_leave_during_backward_until_that_is_in_vain(tmp_path: Path, w
 def test_a_parameter_that_grows_is_handed_over_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wholes: list[int], words: int
 ) -> None:
-    """Its gradient has no room: copied there, it would be written over what lies behind."""
+    """Its gradient does not fit: copied there, it would overwrite the memory behind it."""
     beyond: list[int] = []
     room = 4 * words
 
     class Gathered(BatchedCopies):
         def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
             beyond.extend(nbytes for _, _, nbytes in copies if nbytes > room)
-            super().__init__([one for one in copies if one[2] <= room])  # so that a failure is told, and no crash
+            # So that a failure is reported, instead of a crash.
+            super().__init__([one for one in copies if one[2] <= room])
 
     monkeypatch.setattr(consumed_gradients, "BatchedCopies", Gathered)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(words)) for _ in range(2)])
@@ -387,7 +386,7 @@ def test_at_an_ordinary_exit_the_newest_step_is_written(tmp_path: Path, warm: Wa
 
 
 class Small(torch.nn.Module):  # type: ignore[misc]
-    """One layer that the agent makes, and buffers that torch conjugates and negates lazily."""
+    """One layer that the agent computes, and buffers that torch conjugates and negates lazily."""
 
     optimizer: Any = None
 
@@ -430,8 +429,9 @@ def test_lazily_conjugated_and_negated_buffers_are_stored_as_they_are(tmp_path: 
         assert torch.equal(stored[name], tensor), name
 
 
-def test_what_has_to_be_written_is_even_where_the_arithmetic_fails(tmp_path: Path) -> None:
-    """A weight is changed beside the optimizer in the very step that gets a tag: nobody could make that state again."""
+def test_due_steps_are_written_even_where_the_arithmetic_fails(tmp_path: Path) -> None:
+    """A weight is changed outside the optimizer in the very step that gets a tag: that state could not be computed
+    again."""
 
     def each(kept: Checkpointer, model: Small, step: int) -> None:
         if step in (3, 5):
@@ -461,7 +461,7 @@ def test_the_last_step_of_a_script_without_a_with_is_written_too(tmp_path: Path,
     run = warm.start([sys.executable, str(script)], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     _, said = run.communicate(timeout=120)
     assert (run.returncode, said) == (0, "")
-    assert ckptstore.open(tmp_path / "run").latest_step() == 7  # the agent had it in memory alone
+    assert ckptstore.open(tmp_path / "run").latest_step() == 7  # the agent had it only in memory
 
 
 _WITHOUT = """
@@ -483,7 +483,7 @@ for _ in range(7):
 
 
 @long_only  # two agents, one after the other
-def test_an_agent_that_is_told_to_end_writes_what_is_in_memory_alone(tmp_path: Path) -> None:
+def test_an_agent_that_gets_sigterm_writes_steps_that_are_only_in_memory(tmp_path: Path) -> None:
     kept, _ = small(tmp_path / "run", 7, lambda kept, _model, _step: kept.step(), save_every=50)
     pid = kept.agent_pid
     assert pid is not None
@@ -499,7 +499,7 @@ def test_an_agent_that_is_told_to_end_writes_what_is_in_memory_alone(tmp_path: P
 
 
 def test_a_due_step_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    """Also the last one, where an error ends the script when the optimizers have stepped once more."""
+    """Also the last one, if an error ends the script after the optimizers have stepped once more."""
 
     def each(kept: Checkpointer, model: Small, step: int) -> None:
         if step in (3, 5):
@@ -521,7 +521,7 @@ def test_a_due_step_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_a_step_after_a_call_that_raised_is_not_taken_for_two(tmp_path: Path, wholes: list[int]) -> None:
-    """The call was made, so nothing is said of two steps; what it would have told the agent is in a whole state."""
+    """The call was made, so there is no warning of two steps; a whole state replaces its message to the agent."""
 
     def each(kept: Checkpointer, _model: Small, step: int) -> None:
         if step == 3:
@@ -551,7 +551,7 @@ def test_a_fork_is_refused_and_touches_nothing(tmp_path: Path, wholes: list[int]
             if not victim:
                 status = 1
                 try:
-                    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs an interpreter that goes on
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs a running interpreter
                     signal.alarm(120)
                     torch.set_num_threads(1)  # torch's pool of threads is not in a fork
                     status = 2 * refused_in_a_fork(kept, model)
@@ -568,7 +568,7 @@ def test_a_fork_is_refused_and_touches_nothing(tmp_path: Path, wholes: list[int]
 
 
 def refused_in_a_fork(kept: Checkpointer, model: Small) -> int:
-    """How many of some steps there are not refused."""
+    """The number of steps that are not refused."""
     taken = 0
     for options in ({"save": False}, {}, {"save": True}, {"tags": "mine"}):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The example script: few lines differ from what it was, and it goes on where it was killed, in the same bits."""
+"""The example script: few lines differ from the original, and it continues after a kill with the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 16
 
 
 def changed(before: str, after: str) -> list[str]:
-    """Lines that were added or replaced, blank ones and the docstring aside."""
+    """Added or replaced lines, except blank ones and the docstring."""
     lines = difflib.ndiff(before.splitlines(), after.splitlines())
     return [line[2:] for line in lines if line.startswith("+ ") and line[2:].strip() and '"""' not in line]
 

@@ -46,7 +46,7 @@ class Job:
     def __init__(self, grows_until: int = 0, frozen: bool = False) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH))
-        self.spare = torch.nn.Linear(WIDTH, WIDTH) if frozen else None  # moved in every fourth step alone
+        self.spare = torch.nn.Linear(WIDTH, WIDTH) if frozen else None  # updated only in every fourth step
         parts = list(self.model.parameters())
         groups = [{"params": parts[:2]}, {"params": parts[2:], "weight_decay": 0.0}]
         models = {"model": self.model}
@@ -111,7 +111,7 @@ def test_every_step_of_every_term_of_a_checkpointer(tmp_path: Path, grows_until:
 
 
 def test_a_new_plan_knows_which_parameters_stand_still(tmp_path: Path) -> None:
-    """What had no gradient is not taken for moved because a state of another form came."""
+    """Parameters without a gradient are not treated as moved because a state of another form came."""
     job = Job(grows_until=0, frozen=True)
     with Checkpointer(
         tmp_path / "run", model=job.models, optimizer=job.optimizer, scheduler=job.scheduler,
@@ -129,7 +129,7 @@ def test_a_new_plan_knows_which_parameters_stand_still(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", ["save", "save-with-updates", "save_async"])
 @pytest.mark.parametrize("gradients", ["none", "grad"])
 def test_every_step_of_a_writer(tmp_path: Path, gradients: Any, first: str) -> None:
-    """However the full before was saved: the updates of the second step are not left out for those of the first."""
+    """Whichever way the full was saved: the updates of the second step are not mistaken for those of the first."""
     job = Job()
     with ckptstore.open(tmp_path / "run").writer(diffs=ckptstore.DiffOptions(), on_metrics=job.told) as writer:
         for step in range(1, 7):
@@ -171,13 +171,13 @@ def test_every_step_of_ranks(tmp_path: Path, first: str) -> None:
     together = Job()
     for step, (kind, bits) in jobs[0].bits.items():
         together.bits[step] = kind, bits + jobs[1].bits[step][1]
-    if told:  # the division of the tensors changes, which a full alone can follow
+    if told:  # the division of the tensors changes, after which only a full is possible
         del together.bits[1]
     together.check(1 + bool(told), 6)
 
 
 @pytest.mark.filterwarnings("default::ckptstore.UnexplainedStepWarning")
-def test_what_cannot_be_explained_is_said_once_for_each_reason(tmp_path: Path) -> None:
+def test_unexplained_steps_are_reported_once_for_each_reason(tmp_path: Path) -> None:
     job = Job()
     with (
         warnings.catch_warnings(record=True) as caught,
@@ -236,7 +236,7 @@ def test_after_going_back(tmp_path: Path, agent: bool) -> None:
             job.one()
             checkpointer.step().result()
         job.check(1, 5)
-        job.one()  # of which no checkpoint is made
+        job.one()  # it has no checkpoint
         job.bits.clear()
         job.steps = checkpointer.rollback(3)
         for _ in range(5):
@@ -247,7 +247,7 @@ def test_after_going_back(tmp_path: Path, agent: bool) -> None:
 
 @pytest.mark.filterwarnings("default::ckptstore.UnexplainedStepWarning")
 def test_a_step_for_which_there_was_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one is coded against the step before it, which its own update does not reach."""
+    """The next one is encoded against the step before it, from which its own update does not lead."""
     job, used = Job(), []
     whole = resident_step.encode_step
 

@@ -1,4 +1,4 @@
-"""Whether tensors are as they were: no change goes unseen, and what is no change is seen as none."""
+"""Whether tensors are unchanged: no change is missed, and no false change is reported."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_change_is_seen(change: Callable[[Any], object]) -> None:
 
 
 def test_a_storage_of_another_size_at_the_same_address_is_seen() -> None:
-    """So it is where a storage was freed and its memory given to a smaller one: the tensor reaches beyond it."""
+    """As when a storage was freed and its memory given to a smaller one: the tensor reaches beyond it."""
     memory = np.zeros(64, np.float32)
     larger, smaller = torch.from_numpy(memory), torch.from_numpy(memory[:32])
     made = larger[:16]
@@ -107,7 +107,7 @@ def test_every_size_and_every_stride_is_seen(dimensions: int) -> None:
         assert not before.unchanged(), other
 
 
-def test_what_training_does_to_bits_is_no_change() -> None:
+def test_changes_of_bits_by_training_are_no_change() -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 6))
     weight.grad = torch.ones(4, 6)
     before = WatchedTensors([weight])
@@ -126,7 +126,7 @@ def test_what_training_does_to_bits_is_no_change() -> None:
     ],
 )  # fmt: skip
 def test_a_module_of_another_torch_is_not_plain(name: str) -> None:
-    """The names are torch's own: one that has them not, or keeps something else there, is asked for its state."""
+    """The names are torch's own: a module that lacks them, or stores something else there, is asked for its state."""
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     assert is_plain_module(module)
     vars(module[0])[name] = tuple(vars(module[0])[name])

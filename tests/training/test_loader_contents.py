@@ -1,4 +1,4 @@
-"""Datasets made of others, and samplers of the script's own, that have changed: what comes, and what is told."""
+"""Changed compositions of datasets, and changed custom samplers: the remaining samples, and the warnings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ckptstore.training.loaders.loader_contents import composition, made_with, s
 from tests.forms import short_or  # noqa: E402
 
 ANEW = "the epoch starts again"
-TWICE = "that were given out come a second time if the loader still has them, and none is left out"
+TWICE = "already yielded are repeated if the loader still has them, and none is skipped"
 OTHER = "the dataset has other samples than it had, or in another order"
 
 
@@ -55,7 +55,7 @@ class Numbers(Dataset[int]):
 
 
 class Doubled(Dataset[int]):
-    """Transforms the samples of another dataset, as scripts do with what `random_split` gives."""
+    """Transforms the samples of another dataset, as scripts do with the results of `random_split`."""
 
     def __init__(self, parts: Dataset[int]) -> None:
         self.parts = parts
@@ -86,7 +86,7 @@ def numbers(batches: Iterator[Any], count: int = 10**9) -> list[int]:
 
 
 def continued(before: DataLoader[Any], after: DataLoader[Any], batches: int) -> tuple[list[int], list[int], str]:
-    """Samples before a stop, those after it in another process, and what is told there."""
+    """The samples before a stop, those after it in another process, and the warnings there."""
     torch.manual_seed(1)
     running = counted(before)
     first = numbers(iter(running), batches)
@@ -101,7 +101,7 @@ def continued(before: DataLoader[Any], after: DataLoader[Any], batches: int) -> 
 
 
 def tree(chance: random.Random, base: Dataset[int], depth: int) -> Any:
-    """Random nests of `Subset` and `ConcatDataset` over one dataset."""
+    """Random nestings of `Subset` and `ConcatDataset` over one dataset."""
     kind = chance.choice(["subset", "subset", "concat"]) if depth else "base"
     if kind == "base":
         return base
@@ -125,8 +125,8 @@ def tree(chance: random.Random, base: Dataset[int], depth: int) -> Any:
 
 @settings(max_examples=short_or(80, 600), deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
-def test_an_epoch_continues_in_the_same_samples_or_it_is_told(seed: int, shuffle: bool) -> None:
-    """Nothing is told if and only if the samples are the same, however they are nested."""
+def test_an_epoch_continues_in_the_same_samples_or_warns(seed: int, shuffle: bool) -> None:
+    """There is no warning if and only if the samples are the same, however they are nested."""
     chance = random.Random(seed)
     base = ConcatDataset([Numbers(0, 5), Numbers(5, 12), Numbers(12, 15)])
     before = tree(chance, base, chance.randint(0, 3))
@@ -152,7 +152,7 @@ def test_an_epoch_continues_in_the_same_samples_or_it_is_told(seed: int, shuffle
     assert (said == "") == (now == order), how
     if same:
         assert sorted(first + rest) == sorted(now)
-    elif now[: len(rest)] != now or shuffle:  # all samples come
+    elif now[: len(rest)] != now or shuffle:  # all samples are yielded
         assert sorted(rest) == sorted(now)
         assert ANEW in said
 
@@ -219,8 +219,8 @@ def test_datasets_that_are_made_of_others(name: str, shared: bool) -> None:
         assert rest == now
 
 
-def test_what_is_not_known_is_not_compared() -> None:
-    """A state of an earlier version; indices that are no samples; datasets in one another for ever."""
+def test_unknown_facts_are_not_compared() -> None:
+    """A state of an earlier version; indices that are no samples; datasets that contain each other endlessly."""
     batches = counted(DataLoader(taken(range(8)), 2))
     numbers(iter(batches), 2)
     state = copy.deepcopy(batches.state_dict())
@@ -249,7 +249,7 @@ def test_what_is_not_known_is_not_compared() -> None:
 
 
 def test_many_samples_are_looked_at_in_blocks() -> None:
-    """More than one block, at whatever places the parts of it end."""
+    """More than one block, whose parts end at any places."""
     million = 1 << 20
     base = Numbers(0, 3 * million)
     whole = composition(base)
@@ -266,7 +266,7 @@ def test_many_samples_are_looked_at_in_blocks() -> None:
 
 
 def test_digests_are_those_that_checkpoints_have() -> None:
-    """Another version of the program must not call the same samples other ones."""
+    """Another version of the program must not treat the same samples as different."""
     million = 1 << 20
     known = {
         "89107c502fa6b5c796b0b4cff7326fa4": Numbers(0, million + 5),
@@ -301,7 +301,7 @@ def test_datasets_are_looked_at_to_a_depth_of_eight(kind: Callable[[Any], Any]) 
 
 
 class Batches:
-    """No class of torch's."""
+    """Not one of torch's classes."""
 
     def __init__(self, batches: Any, **more: Any) -> None:
         self.batches = batches
@@ -330,7 +330,7 @@ class Seeded(Sampler[int]):
 
 
 class Grouped(BatchSampler):
-    """Batches of a class of its own over another sampler."""
+    """Batches of a custom class over another sampler."""
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from list(super().__iter__())
@@ -399,8 +399,8 @@ def test_samplers_of_the_script_s_own(name: str) -> None:
         assert first + rest == whole
 
 
-def test_what_a_sampler_counts_while_it_runs_is_no_difference() -> None:
-    """Its numbers are those that it had when the loader was given first, to this Checkpointer or another one."""
+def test_counters_of_a_running_sampler_are_no_difference() -> None:
+    """Its first numbers count, from when this or another Checkpointer first got the loader."""
     loaders = [DataLoader(Numbers(0, 12), batch_sampler=Batches(LIST)) for _ in range(2)]
     for before, after in (loaders, loaders[::-1], loaders[:1] * 2):
         first, rest, said = continued(before, after, 2)
@@ -447,13 +447,13 @@ def test_of_other_ranks_samplers_may_be_made_otherwise(monkeypatch: pytest.Monke
         (ChainDataset([Stream(4), Stream(6)]), ChainDataset([Stream(4), Stream(6)]), ""),
     ],
 )
-def test_a_stream_that_is_made_otherwise_continues_and_is_told(before: Any, after: Any, differs: str) -> None:
+def test_a_changed_stream_continues_with_a_warning(before: Any, after: Any, differs: str) -> None:
     _, rest, said = continued(DataLoader(before, 2), DataLoader(after, 2), 2)
     assert rest == list(after)[4:]
     if differs:
         assert said == (
             f"loader: {differs}; the epoch continues after 2 batches. If that changes the order of its samples, some "
-            "may come a second time, or not at all"
+            "may be repeated or skipped"
         )
     else:
         assert said == ""

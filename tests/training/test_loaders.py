@@ -1,4 +1,4 @@
-"""Loaders of every kind, runs that are cut off anywhere: a resumed run has the losses of one that was never cut off."""
+"""Loaders of every kind, runs that are cut off anywhere: a resumed run has the losses of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 
-# torchdata asks torch for something that torch has given up.
+# torchdata uses a function that torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
 class Samples(Dataset[torch.Tensor]):
-    """Numbers; augmented from the global generators, and from one of its own, if that is wanted."""
+    """Numbers; augmented from the global generators, or optionally from its own."""
 
     def __init__(self, count: int, *, augmented: bool = False, own: bool = False) -> None:
         self.count, self.augmented = count, augmented
@@ -58,7 +58,7 @@ class Samples(Dataset[torch.Tensor]):
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Samples one after the other; it says where it is."""
+    """Samples one after the other; it has its own position."""
 
     def __init__(self, count: int, *, augmented: bool = False) -> None:
         self.count, self.augmented, self.at = count, augmented, 0
@@ -97,7 +97,7 @@ class Case:
     cuts: tuple[int, ...]
 
     def steps_on(self) -> bool:
-        """Whether an epoch has a step; else the script would begin epochs for ever."""
+        """Whether an epoch has a step; otherwise the script would begin epochs for ever."""
         return self.extra_step or next(iter(replace(self, workers=0).loader()), None) is not None
 
     def loader(self) -> Any:
@@ -105,7 +105,8 @@ class Case:
         options: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.workers}
         options["generator"] = torch.Generator().manual_seed(7) if self.generator else None
         options["persistent_workers"] = self.persistent and self.workers > 0
-        # What worker processes draw is drawn again if they load the epoch again. Else it is lost: that is told.
+        # If worker processes load the epoch again, they draw their numbers again. Otherwise these are lost, with a
+        # warning.
         drawn_again = not self.workers or not (self.stateful or self.persistent)
         augmented = self.augmented and drawn_again
         if self.order == "stream":
@@ -132,9 +133,9 @@ def lived(case: Case, store: Path, until: int, losses: list[str]) -> None:
 
 
 def let_go(loader: Any) -> None:
-    """Collect the cycle that the loader was in, as of a Checkpointer, before the loader itself is freed.
+    """Collect the cycle that contained the loader, like a Checkpointer's, before the loader itself is freed.
 
-    In a cycle it cannot send the end to its worker processes: it waits 5 s for each, of which the test shows nothing.
+    In a cycle it cannot end its worker processes: it waits 5 s for each, which no test needs.
     """
     if getattr(loader, "num_workers", 0):
         gc.collect()
@@ -236,7 +237,7 @@ def test_workers_that_outlive_an_epoch(tmp_path: Path, stateful: bool, order: st
     compared(case, tmp_path)
 
 
-# -- loaders that cannot be kept, or are passed by
+# -- loaders whose state cannot be saved, or that are not used
 
 
 def trained(checkpointer: Checkpointer, optimizer: torch.optim.Optimizer, batches: Any, until: int) -> list[Any]:
@@ -262,7 +263,7 @@ def opened(folder: Path, loader: Any, **others: Any) -> tuple[Checkpointer, torc
     return Checkpointer(folder / "s", model=model, optimizer=optimizer, loader=loader, **options), optimizer
 
 
-def test_what_workers_draw_is_told_once(tmp_path: Path) -> None:
+def test_draws_of_workers_cause_one_warning(tmp_path: Path) -> None:
     def loader() -> Any:
         return torchdata.StatefulDataLoader(list(range(12)), batch_size=2, num_workers=1)
 
@@ -286,7 +287,8 @@ def test_what_workers_draw_is_told_once(tmp_path: Path) -> None:
 def drawing(name: str) -> None:
     """Draw from a global generator."""
     if name == "torch":
-        for _ in DataLoader(range(2)):  # it is not shuffled, and draws a seed for worker processes that it has not
+        # It is not shuffled, and draws a seed for worker processes that it does not have.
+        for _ in DataLoader(range(2)):
             pass
     elif name == "python":
         random.random()
@@ -319,11 +321,11 @@ def told(folder: Path, loader: Any, name: str, *, where: str, until: int = 6, **
 
 @pytest.mark.parametrize("kind", [DataLoader, torchdata.StatefulDataLoader])
 @pytest.mark.parametrize("name", ["torch", "python", "numpy"])
-def test_what_is_drawn_between_a_save_and_the_next_batch_is_told_once(tmp_path: Path, kind: Any, name: str) -> None:
+def test_draws_between_a_save_and_the_next_batch_cause_one_warning(tmp_path: Path, kind: Any, name: str) -> None:
     def loader() -> Any:
         return kind(Samples(4, augmented=True), shuffle=True)
 
-    for until in (6, 10):  # and again of the run that is resumed
+    for until in (6, 10):  # and again of the resumed run
         said = told(tmp_path, loader(), name, where="after", until=until)
         assert len(said) == 1
         assert said[0].startswith(f"random numbers were drawn ({name}'s global generator) between checkpointer.step()")
@@ -333,7 +335,7 @@ def test_what_is_drawn_between_a_save_and_the_next_batch_is_told_once(tmp_path: 
     assert told(tmp_path / "nothing", loader(), "nothing", where="after") == []
 
 
-def test_only_what_follows_a_saved_step_is_told(tmp_path: Path) -> None:
+def test_only_draws_after_a_saved_step_cause_a_warning(tmp_path: Path) -> None:
     def loader() -> Any:
         return DataLoader(Samples(4), shuffle=True)
 
@@ -356,7 +358,7 @@ def test_a_step_that_is_not_saved_or_is_between_epochs(tmp_path: Path) -> None:
 
 
 def test_the_package_draws_nothing_from_global_generators() -> None:
-    """A pause before a request is sent again takes its jitter elsewhere: training would have other random numbers."""
+    """A pause before a retry takes its jitter elsewhere: otherwise training would have other random numbers."""
     drawn = re.compile(
         r"(?<!\w)(?:np\.|torch\.)?random\.(?!Random|SystemRandom|Generator|default_rng|[gs]et_?state)\w+\("
     )
@@ -380,7 +382,7 @@ def test_going_back_is_no_draw(tmp_path: Path) -> None:
 
 
 class Place:
-    """It says where it is, and draws when an iterator is made, as nobody expects."""
+    """It has its own position, and unexpectedly draws when an iterator is made."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -413,7 +415,7 @@ def test_any_loader_that_says_where_it_is(tmp_path: Path, stepwise: bool) -> Non
             found = trained(checkpointer, optimizer, batches, until)
             drawn.append(not torch.equal(before, torch.get_rng_state()))
             assert loader.at == until
-            loader.at = 20  # what is set is set in the loader
+            loader.at = 20  # attributes are set on the loader
             assert loader.loader.at == 20
         assert found == list(range(1, until + 1))[-len(found) :]
     assert drawn == [True, False]
@@ -443,7 +445,7 @@ def test_torchdata_s_loader_itself_is_iterated_over(tmp_path: Path) -> None:
     checkpointer, optimizer = opened(tmp_path, data)
     with checkpointer:
         checkpointer.resume()
-        # Where it is it says itself.
+        # It has its own position.
         assert [int(one) for one in trained(checkpointer, optimizer, checkpointer.loader, 6)] == [4, 5]
 
 
@@ -480,7 +482,7 @@ def test_an_iterator_from_before_going_back(tmp_path: Path) -> None:
 
 
 class Prepared(DataLoader[int]):
-    """As Accelerate prepares a loader: with methods that raise."""
+    """Like a loader that Accelerate prepares: with methods that raise."""
 
     def state_dict(self) -> Any:
         raise AttributeError("DataLoader has no attribute state_dict")
@@ -504,7 +506,7 @@ def test_a_loader_whose_state_dict_raises_is_counted(tmp_path: Path, caplog: pyt
 
 
 class Wrapping(torchdata.StatefulDataLoader):
-    """As Accelerate wraps one: the iterator is made when the first batch is asked for."""
+    """Like a loader that Accelerate wraps: the iterator is made when the first batch is requested."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
@@ -536,7 +538,7 @@ class Drawing(Place):
             yield super().__next__()
 
 
-def test_draws_that_nobody_can_tell_apart(tmp_path: Path) -> None:
+def test_draws_that_cannot_be_distinguished(tmp_path: Path) -> None:
     for until in (2, 4):
         checkpointer, optimizer = opened(tmp_path, Drawing())
         with checkpointer:

@@ -1,4 +1,4 @@
-"""A training loop on a device: each strategy gives its bits back; on the CPU everywhere, on a GPU where one is."""
+"""A training loop on a device: each strategy restores the same bits; on the CPU everywhere, on a GPU if any."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Script:
-    """A training script of which every random number comes from torch's generators."""
+    """A training script all of whose random numbers come from torch's generators."""
 
     def __init__(self, device: str, optimizer: str = "AdamW", *, scaled: bool = False, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -83,7 +83,7 @@ class Script:
         )
 
     def state(self) -> dict[str, Any]:
-        """A copy of all that is to be restored, on the host."""
+        """A copy of everything that a restore must give, on the host."""
         found = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -104,7 +104,7 @@ def on_host(value: Any) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what is said of a machine with few cores."""
+    """Without the warnings about a machine with few cores."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=DeterminismWarning, message=".*TopKHook.*")
@@ -114,7 +114,7 @@ def quiet() -> Iterator[None]:
 def check(
     place: Path, device: str, way: str, optimizer: str = "AdamW", *, scaled: bool = False, own_stream: bool = False
 ) -> None:
-    """Each stored step has the bits of the one trained; so has a run that continues in new objects from the middle."""
+    """Each stored step has the bits of the trained one; so has a run that continues in new objects from the middle."""
     stream = torch.cuda.stream(torch.cuda.Stream()) if own_stream else contextlib.nullcontext()
     with stream, quiet():
         script = Script(device, optimizer, scaled=scaled)
@@ -176,7 +176,7 @@ def test_steps_that_a_scaler_skips(tmp_path: Path, way: str) -> None:
 
 
 def check_sparse(place: Path, device: str) -> None:
-    """Gradients that are compressed where they are."""
+    """Gradients that are compressed on their device."""
     with quiet():
         script = Script(device)
         hook = TopKHook(density=0.05)
@@ -235,7 +235,7 @@ def test_compressed_gradients_on_a_gpu(tmp_path: Path) -> None:
 @on_gpu
 @pytest.mark.parametrize("way", ["full", "delta", "gradient", "full by an agent"])
 def test_a_step_is_saved_as_it_was_while_the_device_lags_behind(tmp_path: Path, way: str) -> None:
-    """The device still has 0.2 s of other work to do when the step is given, and the next update is queued at once."""
+    """The device still has 0.2 s of other work when the step is given, and the next update is queued at once."""
     with quiet():
         script = Script("cuda", "AdamW fused")
         copies = []
@@ -254,7 +254,7 @@ def test_a_step_is_saved_as_it_was_while_the_device_lags_behind(tmp_path: Path, 
 @pytest.mark.gpu
 @on_gpu
 def test_restoring_is_ordered_with_the_stream_of_the_caller(tmp_path: Path) -> None:
-    """What the caller queued before reads the old values, what is queued afterwards the restored ones."""
+    """Work that the caller queued before reads the old values, work that is queued afterwards the restored ones."""
     stored = torch.full((1 << 22,), 3.0)
     store = ckptstore.open(tmp_path / "run")
     with store.writer() as writer:
@@ -330,7 +330,7 @@ with script.checkpointer(Path(sys.argv[1]), **WAYS[sys.argv[2]]) as checkpointer
 @on_gpu
 @pytest.mark.parametrize("way", ["full", "delta", "gradient", "gradient by an agent"])
 def test_a_killed_run_on_a_gpu(tmp_path: Path, way: str) -> None:
-    """The run is killed twice. What it then resumes from has the bits of a run that was never killed."""
+    """The run is killed twice. The state that it then resumes from has the bits of an undisturbed run."""
     place = tmp_path / "run"
     for _ in range(2):
         done = warmth.run(

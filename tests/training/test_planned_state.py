@@ -1,4 +1,4 @@
-"""Plans of a state: they hold while nothing but bits changes, and whatever else changes is in the next checkpoint."""
+"""Plans of a state: they hold while only bits change, and any other change is in the next checkpoint."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Run:
         self.checkpointer.resume()
 
     def train(self) -> Any:
-        """A step, saved and loaded again -> the state that was expected."""
+        """Take a step, save it and load it again -> the expected state."""
         self.model(torch.randn(6, 8)).square().mean().backward()
         if self.compressor is not None:
             self.compressor.compress(self.model.parameters())
@@ -196,14 +196,14 @@ def tied(run: Run) -> None:
 
 
 def untied(run: Run) -> None:
-    """The two are the same parameter from `tied_before` on."""
+    """From `tied_before` on the two are the same parameter."""
     again = run.extra["ema"][2]
     assert again.weight is run.extra["ema"][4].weight
     again.weight = torch.nn.Parameter(again.weight.detach() + 1)
 
 
 def untied_by_data(run: Run) -> None:
-    """Two parameters that are the same memory from `tied_before` on."""
+    """From `tied_before` on the two parameters share memory."""
     weight = run.extra["ema"][5].weight
     assert weight.data_ptr() == run.extra["ema"][2].weight.data_ptr()
     weight.data = weight.data + 1
@@ -310,7 +310,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_changes_between_steps_is_in_the_next_checkpoint(
+def test_changes_between_steps_are_in_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Run], None]
 ) -> None:
     run = Run(tmp_path, monkeypatch, "gradient")
@@ -353,10 +353,10 @@ def reset_optimizer_state(run: Run) -> None:
     [swapped_objects, other_storage, persistent_by_another_set, other_members, reset_optimizer_state],
     ids=lambda change: change.__name__,
 )
-def test_what_stands_elsewhere_is_in_the_next_checkpoint(
+def test_moved_objects_are_in_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Run], None]
 ) -> None:
-    test_what_changes_between_steps_is_in_the_next_checkpoint(tmp_path, monkeypatch, change)
+    test_changes_between_steps_are_in_the_next_checkpoint(tmp_path, monkeypatch, change)
 
 
 @pytest.mark.parametrize("change", [untied, untied_by_data], ids=lambda change: change.__name__)
@@ -495,7 +495,7 @@ def test_a_save_that_is_refused_gives_its_memory_back(tmp_path: Path, monkeypatc
 def test_memory_is_touched_before_the_first_step_that_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: bool
 ) -> None:
-    """At the end of the first step it is known how much; that one is not saved."""
+    """At the end of the first step the amount is known; that step is not saved."""
     told: list[int] = []
     touch = Prefault.run
     monkeypatch.setattr(Prefault, "run", lambda one: (touch(one), told.append(one.touched))[0])
@@ -557,7 +557,7 @@ def test_a_system_that_copies_nothing_in_one_call(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_module_is_saved_without_a_plan(tmp_path: Path) -> None:
-    """Its parameters are in no dict; its state_dict is as ever."""
+    """Its parameters are in no dict; its state_dict is as usual."""
     model = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
     optimizer = torch.optim.AdamW(model.parameters())
     with Checkpointer(tmp_path / "store", model=model, optimizer=optimizer) as checkpointer:
@@ -569,7 +569,7 @@ def test_a_scripted_module_is_saved_without_a_plan(tmp_path: Path) -> None:
     same(ckptstore.open(tmp_path / "store").load("latest")["model"], model.state_dict())
 
 
-def test_a_module_with_a_way_of_its_own_has_no_plan() -> None:
+def test_a_module_with_its_own_state_dict_has_no_plan() -> None:
     from ckptstore.training.capture.script_state import ScriptState
 
     model = torch.nn.Linear(2, 2)

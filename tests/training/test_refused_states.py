@@ -1,4 +1,4 @@
-"""What a `Checkpointer` does not restore, each with what is wrong with it; and one that is closed."""
+"""States that a `Checkpointer` does not restore, each with its error; and a closed one."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_loader_that_has_fewer_batches_than_were_given_out(tmp_path: Path) -> 
                 break
     with (
         begun(tmp_path, loader=["a", "b"]) as checkpointer,
-        pytest.raises(FormatError, match="ends after 2 batches, and 3 had been given out"),
+        pytest.raises(FormatError, match="ends after 2 batches, but 3 were yielded before"),
     ):
         next(iter(checkpointer.loader))
 
@@ -112,7 +112,7 @@ def test_one_that_is_closed_does_nothing_any_more(tmp_path: Path) -> None:
 
 
 def test_a_resume_that_does_not_end_saves_nothing(tmp_path: Path) -> None:
-    """What was not restored, or not all of it, is no step that follows the checkpoint."""
+    """A state that was not restored, or not completely, is no step that follows the checkpoint."""
     saved(tmp_path)
     lacking = Checkpointer(tmp_path, model=linear(), extra={"a": torch.Generator()}, strategy="full")
     with lacking as checkpointer:

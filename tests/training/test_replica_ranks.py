@@ -1,4 +1,4 @@
-"""Strategy ``replica`` of several ranks: each agent takes the steps again, and all of them write one checkpoint."""
+"""Strategy ``replica`` of several ranks: each agent repeats the steps, and all of them write one checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: No
 
 
 class Script:
-    """One rank's. Without DistributedDataParallel the data are the same on all ranks, and so are the gradients."""
+    """One rank's script. Without DistributedDataParallel all ranks have the same data, and so the same gradients."""
 
     def __init__(self, store: Path | str, rank: int, *, seed: int = 0, **options: Any) -> None:
         chance = torch.Generator().manual_seed(0)
@@ -103,7 +103,7 @@ def wholes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, int, str]]
 def test_ranks_write_what_is_due_together_whichever_agent_cannot_make_it(
     tmp_path: Path, wholes: list[tuple[int | None, int, str]]
 ) -> None:
-    """The optimizer of rank 1 consumes twice the gradient that its agent gets; what it makes is rank 0's state."""
+    """The optimizer of rank 1 consumes twice the gradient that its agent gets; the agent's result is rank 0's state."""
 
     def doubled(optimizer: Any, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -128,9 +128,9 @@ def test_ranks_write_what_is_due_together_whichever_agent_cannot_make_it(
         assert pending is not None
         assert pending.result().step == 2
         assert step() is None
-        script.checkpointer.wait()  # in memory alone until now
+        script.checkpointer.wait()  # only in memory until now
         pending = step(unseen=True)
-        script.checkpointer.wait()  # it is given again
+        script.checkpointer.wait()  # it is handed over again
         assert step() is None
         pending = step(unseen=True)
         assert pending is not None
@@ -222,7 +222,7 @@ def started(warm: Warm, store: Path, *how: object) -> list[Started]:
 
 
 def trainers(warm: Warm, store: Path, every: int, last: int, victim: int = -1) -> list[dict[str, str]]:
-    """Two ranks of DDP -> what each said. If one kills itself the other is killed, too, as by who has started them."""
+    """Two ranks of DDP -> the output of each. If one kills itself the other is killed, too, as by a launcher."""
     ranks = started(warm, store, every, last, victim)
     try:
         said: list[str] = [""] * 2
@@ -242,7 +242,7 @@ def trainers(warm: Warm, store: Path, every: int, last: int, victim: int = -1) -
 
 @long_only
 @pytest.mark.parametrize("victim", [0, 1])
-def test_what_all_agents_had_in_memory_alone_is_written_when_the_ranks_are_killed(
+def test_steps_only_in_the_agents_memory_are_written_when_the_ranks_are_killed(
     tmp_path: Path, victim: int, warm: Warm
 ) -> None:
     """A rank may be a step ahead: the newest step that both have is written, by both."""
@@ -250,7 +250,7 @@ def test_what_all_agents_had_in_memory_alone_is_written_when_the_ranks_are_kille
     store = ckptstore.open(tmp_path / "run")
     until(lambda: bool(store.checkpoints()))
     (info,) = store.checkpoints()
-    assert info.step in (5, 6), "more than the step in flight is lost"  # a message may be on its way
+    assert info.step in (5, 6), "more than the step in flight is lost"  # a message may be in flight
     for rank in range(2):
         assert stored(store, info.step, rank) == said[rank][str(info.step)]
 
@@ -260,7 +260,8 @@ def test_what_all_agents_had_in_memory_alone_is_written_when_the_ranks_are_kille
 def test_a_rank_leaves_by_an_exception_while_the_other_sits_in_a_collective(
     tmp_path: Path, leaver: int, warm: Warm, runtime: Path
 ) -> None:
-    """It is not held by that; when the other is killed all agents write what both ranks had."""
+    """The exception is not delayed by that; when the other rank is killed all agents write the newest step of both
+    ranks."""
     store, said = ckptstore.open(tmp_path / "run"), [dict[str, str](), dict[str, str]()]
     ranks = started(warm, tmp_path / "run", 50, 9, leaver, "leaves")
     try:
@@ -274,7 +275,7 @@ def test_a_rank_leaves_by_an_exception_while_the_other_sits_in_a_collective(
         assert len(agents(runtime)) == 2
         assert store.latest_step() is None
     finally:
-        for rank in (1 - leaver, leaver):  # it sits in the collective of step 7, or is on its way there
+        for rank in (1 - leaver, leaver):  # it waits in the collective of step 7, or is about to
             ranks[rank].kill()
             ranks[rank].communicate()
     until(lambda: bool(store.checkpoints()), 200)

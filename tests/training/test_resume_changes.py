@@ -1,4 +1,4 @@
-"""A script that changed between two runs: what fits is restored, all else is said or refused, and nothing changed."""
+"""A script that changed between two runs: matching parts are restored, others reported or refused unchanged."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_groups_in_another_order_get_their_own_numbers(tmp_path: Path) -> None:
 
 
 def of_groups(names: tuple[str, ...]) -> dict[str, Callable[[Any], Any]]:
-    """Schedules that have numbers of their own for each group."""
+    """Schedules that have their own numbers for each group."""
     rates, at = torch.optim.lr_scheduler, {"a": 1e-3, "b": 1e-2}
     functions = {"a": lambda step: 0.5**step, "b": lambda step: 0.9**step}
     return {
@@ -78,7 +78,7 @@ def of_groups(names: tuple[str, ...]) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter")  # by torch 2.6 of what it does itself
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch 2.6 warns of its own code
 @pytest.mark.parametrize("kind", sorted(of_groups(())))
 @pytest.mark.parametrize("in_extra", [False, True], ids=["given", "extra"])
 def test_a_schedule_follows_the_groups_in_another_order(
@@ -152,10 +152,10 @@ def test_a_learning_rate_that_is_a_tensor_is_compared_too(
 
 
 @pytest.mark.parametrize("flag", ["fused", "foreach"])
-def test_another_implementation_of_an_optimizer_is_told(
+def test_another_implementation_of_an_optimizer_causes_a_warning(
     tmp_path: Path, flag: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The script asks for a faster one, and torch takes the checkpoint's: slower, without a word."""
+    """The script requests a faster one, and torch silently takes the checkpoint's, which is slower."""
     trained(tmp_path / "s", Two(), lambda p: torch.optim.AdamW(p, **{flag: False}))
     for asked in (True, False):
         caplog.clear()
@@ -241,7 +241,7 @@ def test_names_make_no_step_a_full(tmp_path: Path, strategy: str) -> None:
     assert kinds == ["full", *[strategy] * 5]
 
 
-# -- what is refused
+# -- refusals
 
 
 def test_another_class_of_optimizer_is_refused_before_anything_is_restored(tmp_path: Path) -> None:

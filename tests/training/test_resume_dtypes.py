@@ -135,7 +135,7 @@ def test_repeated_elements_are_restored(tmp_path: Path) -> None:
     fresh = torch.optim.AdamW(other.parameters())
     resumed(tmp_path / "s", other, fresh)
     same(everything(other, fresh), everything(model, optimizer))
-    assert view.data_ptr() == other.base.data_ptr()  # equal by what it is a view of: left as it is
+    assert view.data_ptr() == other.base.data_ptr()  # equal by the tensor that it is a view of: left as it is
     equal = net(2.0)
     spread = equal.spread.data_ptr()
     resumed(tmp_path / "s", equal, torch.optim.AdamW(equal.parameters()))

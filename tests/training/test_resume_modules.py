@@ -1,4 +1,4 @@
-"""`resume()` in a script whose modules have changed: frozen, added to `extra`, loaded in a way of their own."""
+"""`resume()` in a script whose modules have changed: frozen, added to `extra`, loaded by their own functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.training.two_layers import Two, moments, nn, refused, resumed, traine
 
 @pytest.mark.parametrize("own", ["class", "hook"])
 def test_a_module_that_loads_in_its_own_way_knows_what_fits(tmp_path: Path, own: str) -> None:
-    """It renames what older checkpoints have; the rest of the model is compared as ever."""
+    """It renames keys of older checkpoints; the rest of the model is compared as usual."""
 
     class Renamed(nn.Linear):  # type: ignore[misc]
         def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
@@ -48,7 +48,7 @@ def test_a_module_that_loads_in_its_own_way_knows_what_fits(tmp_path: Path, own:
 
 @pytest.mark.filterwarnings("ignore:loader= was given")
 def test_nothing_is_put_aside_where_nothing_foreign_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Putting back takes a copy of the model: only if something of the script's own may fail."""
+    """A rollback needs a copy of the model: it is made only if code of the script may fail."""
     from ckptstore.training.resume.module_fit import ModuleFit
 
     copies: list[str] = []
@@ -158,7 +158,7 @@ def test_a_group_that_was_divided_keeps_the_script_s_numbers(tmp_path: Path) -> 
     assert len(fresh.state) == 4
 
 
-def test_what_a_module_s_own_way_of_loading_lacks_is_said_beside_repeated_elements(tmp_path: Path) -> None:
+def test_keys_missing_in_a_modules_own_loading_are_reported_beside_repeated_elements(tmp_path: Path) -> None:
     def made(own: Any) -> Any:
         model = Two(c=own)
         model.register_buffer("spread", torch.rand(()).expand(3))
@@ -191,7 +191,7 @@ def half_frozen(frozen: bool, **also: Any) -> Any:
 @pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_frozen_and_was_not_is_told(tmp_path: Path, strategy: str, frozen: bool, compiled: bool) -> None:
+def test_a_newly_frozen_parameter_causes_a_warning(tmp_path: Path, strategy: str, frozen: bool, compiled: bool) -> None:
     trained(tmp_path, half_frozen(not frozen), strategy=strategy)
     model = half_frozen(frozen)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -212,7 +212,7 @@ def test_what_is_frozen_and_was_not_is_told(tmp_path: Path, strategy: str, froze
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_what_is_frozen_as_before_is_not_told(tmp_path: Path, frozen: bool) -> None:
+def test_a_parameter_frozen_as_before_causes_no_warning(tmp_path: Path, frozen: bool) -> None:
     trained(tmp_path, half_frozen(frozen))
     model = half_frozen(frozen)
     assert resumed(tmp_path, model, torch.optim.AdamW(model.parameters())) == 3
@@ -238,8 +238,8 @@ def test_modules_of_extra_are_compared_too(tmp_path: Path) -> None:
         resumed(tmp_path, model, torch.optim.AdamW(model.parameters()), extra={"ema": half_frozen(False)})
 
 
-def test_a_layer_that_is_frozen_while_the_run_goes_on_is_known_as_it_was_saved(tmp_path: Path) -> None:
-    """A plan of a state that stands must not keep what was frozen when it was made. SGD keeps nothing that tells."""
+def test_a_layer_frozen_during_the_run_is_recorded_as_it_was_saved(tmp_path: Path) -> None:
+    """A plan of an existing state must not keep the frozen layers of its time. SGD has no state that shows it."""
     model = half_frozen(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, strategy="full") as checkpointer:

@@ -1,4 +1,4 @@
-"""Random changes of a small script: each is restored right, by names, or told of, or refused with nothing changed."""
+"""Random changes of a small script: each is restored by names, or reported, or refused with nothing changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SEEDS = itertools.count()
 
 @dataclass(frozen=True)
 class Form:
-    """How a script is written.
+    """The form of a script.
 
     Attributes:
         layers: name -> rows, in the order in which they are made.
@@ -56,17 +56,17 @@ class Form:
 
     @property
     def refused(self) -> tuple[Any, ...]:
-        """What may not differ."""
+        """Differences that are refused."""
         return frozenset(self.layers), self.optimizer, frozenset(self.groups), self.scheduler[0]
 
     @property
     def told(self) -> tuple[Any, ...]:
-        """What is restored, or kept, otherwise than one of the scripts says."""
+        """Values that are restored, or kept, and differ from one of the scripts."""
         return self.dtype, self.scheduler, self.groups
 
 
 class Script:
-    """A script of such a form, with weights of its own."""
+    """A script of such a form, with different weights."""
 
     def __init__(self, form: Form) -> None:
         torch.manual_seed(next(_SEEDS))
@@ -161,7 +161,7 @@ def forms(draw: Any) -> tuple[Form, Form]:
         other = CHANGES[name](other, number)
     for one in (form, other):
         assume(len(dict(one.layers)) == len(one.layers))
-        assume(all(one.groups) or not one.named)  # torch wants names of a group that has no parameters
+        assume(all(one.groups) or not one.named)  # torch requires names for a group without parameters
     return form, other
 
 
@@ -182,12 +182,12 @@ def resumed(store: ckptstore.Store, script: Script, heard: list[str], **how: Any
 
 
 def alike(found: Any, saved: Any) -> bool:
-    """The same numbers, in the dtype that is there now."""
+    """The same numbers, in the present dtype."""
     return found.shape == saved.shape and torch.equal(found, saved.to(found.dtype))
 
 
 def with_each_change(test: Any) -> Any:
-    """Each change by itself is an example, whatever else is drawn."""
+    """Each change alone is an example, whatever else is drawn."""
     form = Form(tuple((name, 3) for name in NAMES[:3]), heads=frozenset("a"))
     for made in CHANGES.values():
         for number in (1, 2):
@@ -199,7 +199,7 @@ def with_each_change(test: Any) -> Any:
 @given(forms())
 @settings(max_examples=short_or(24, 200), deadline=None)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_each_change_is_restored_told_or_refused(both: tuple[Form, Form]) -> None:
+def test_each_change_is_restored_reported_or_refused(both: tuple[Form, Form]) -> None:
     form, other = both
     store = ckptstore.open(f"memory://resumed-{uuid.uuid4().hex}")
     before = Script(form)

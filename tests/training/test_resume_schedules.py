@@ -1,4 +1,5 @@
-"""`resume()` in a script whose schedules and settings have changed: other numbers are told, other schedules refused."""
+"""`resume()` in a script whose schedules and settings have changed: other numbers are reported, other schedules
+refused."""
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ def cosine(step: int, *, warmup: int, total: int = 9) -> float:
     ],
 )
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
-def test_other_numbers_of_a_schedule_are_told(
+def test_other_numbers_of_a_schedule_are_reported(
     tmp_path: Path, before: Any, after: Any, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = before(torch.optim.AdamW(Two().parameters()))
@@ -195,7 +196,7 @@ def test_other_numbers_of_a_schedule_are_told(
     ],
     ids=["centered", "nadam", "rprop", "asgd", "own", "tensor", "script-alone", "checkpoint-alone"],
 )
-def test_every_other_number_of_an_optimizer_is_told(
+def test_every_other_number_of_an_optimizer_is_reported(
     tmp_path: Path, before: Any, after: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained(tmp_path / "s", Two(), before)
@@ -217,10 +218,10 @@ def test_every_other_number_of_an_optimizer_is_told(
     ],
     ids=["averaging", "onecycle"],
 )
-def test_numbers_that_a_schedule_keeps_in_the_groups_are_told(
+def test_numbers_that_a_schedule_keeps_in_the_groups_are_reported(
     tmp_path: Path, make: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And those that it moves are not."""
+    """And those that it changes are not."""
     trained(tmp_path / "s", Two(), scheduler=lambda o: make(o, 0.05))
     for rate in (0.05, 0.5):
         caplog.clear()
@@ -233,7 +234,7 @@ def test_numbers_that_a_schedule_keeps_in_the_groups_are_told(
         assert "betas is" not in caplog.text
 
 
-def test_other_betas_are_told_beside_a_schedule_that_does_not_move_them(
+def test_other_betas_are_reported_beside_a_schedule_that_does_not_move_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = torch.optim.lr_scheduler.StepLR
@@ -252,7 +253,7 @@ def cosine_of(warmup: int) -> Any:
     return rate
 
 
-def test_a_scaler_that_was_disabled_is_told_of(tmp_path: Path) -> None:
+def test_a_disabled_scaler_is_reported(tmp_path: Path) -> None:
     for enabled in (True, False):
         trained(tmp_path / str(enabled), Two(), scaler=torch.amp.GradScaler("cpu", enabled=enabled))
         model = Two()
@@ -283,7 +284,7 @@ def test_warnings_that_are_errors_come_when_all_is_restored(tmp_path: Path) -> N
 
 
 def test_optimizers_and_schedules_in_extra_are_compared_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A loop that steps them itself: they are given as anything else with a state."""
+    """A loop that steps them itself: they are passed like any other stateful object."""
 
     def made(swapped: bool, total: int = 10, kind: Any = torch.optim.Adam) -> tuple[Any, Any, Any]:
         model = Two(swapped)

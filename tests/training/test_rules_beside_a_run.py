@@ -1,4 +1,4 @@
-"""Rules of a run, set before it or while it saves: what they retire is deleted, whoever writes and however."""
+"""A run's rules, set before it or while it saves: retired checkpoints are deleted, whoever writes and however."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Job:
             self.saved += 1
 
     def deleted(self) -> int:
-        """How many segments at least. On a busy machine many come between one round of the collector and the next."""
+        """At least how many segments. On a busy machine many are written between one round of the collector and the
+        next."""
         return self.saved - segments(self.store)
 
     def run_until(self, true: Callable[[], bool]) -> None:
@@ -61,7 +62,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rules_that_come_free_what_they_retire(tmp_path: Path, kind: str, strategy: str) -> None:
-    """What newer checkpoints are restored with stays until they are retired, too: at most one chain."""
+    """Bases of newer checkpoints stay until these are retired, too: at most one chain."""
     store = ckptstore.open(tmp_path / "run")
     how: dict[str, Any] = {"deltas": DeltaOptions(interval=8)} if strategy == "delta" else {"full_every": 8}
     job = Job(store, strategy=strategy, **how, **KINDS[kind]())
@@ -79,7 +80,7 @@ def test_rules_that_come_free_what_they_retire(tmp_path: Path, kind: str, strate
 
 
 class Slow:
-    """The time of the thread that deletes: each look at it is so many seconds later."""
+    """The clock of the deleting thread: each look at it is so many seconds later."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -168,7 +169,7 @@ def test_rules_that_come_at_the_very_end(tmp_path: Path) -> None:
         job.checkpointer.wait()
         store.keep("last:5")
         end = time.monotonic() + 60
-        while len(store.checkpoints()) > 5 and time.monotonic() < end:  # the writer retires when it looks next
+        while len(store.checkpoints()) > 5 and time.monotonic() < end:  # the writer retires at its next look
             time.sleep(0.1)
     assert len(store.checkpoints()) == 5
     assert segments(store) == 5

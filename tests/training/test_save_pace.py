@@ -1,4 +1,4 @@
-"""`save_every` of a Checkpointer: a controller chooses the interval, told what steps and saves take."""
+"""`save_every` of a Checkpointer: a controller chooses the interval from the durations of steps and saves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def trained(folder: Path, pace: Any, steps: int, micro: int = 1, **options: Any)
             if (step + 1) % micro == 0:
                 optimizer.step()
             checkpointer.step()
-            checkpointer.wait()  # so that what the save took is known by the next step
+            checkpointer.wait()  # so that the next step knows the save's duration
     return [info.step for info in ckptstore.open(folder).checkpoints()]
 
 
@@ -36,8 +36,8 @@ def test_the_controller_says_when(tmp_path: Path) -> None:
     assert pace.interval == 7
 
 
-def test_it_is_told_what_saves_take(tmp_path: Path) -> None:
-    """Steps take next to nothing here, so that at 5 % hardly any may be saved."""
+def test_it_gets_the_durations_of_saves(tmp_path: Path) -> None:
+    """Steps are very short here, so at 5 % hardly any may be saved."""
     pace = IntervalController(slowdown=1.05, first=2, in_flight=2)
     steps = trained(tmp_path / "run", pace, 40)
     assert pace.interval is not None

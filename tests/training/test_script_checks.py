@@ -1,4 +1,4 @@
-"""What a script does that its Checkpointer cannot save or restore as it is meant is said, once."""
+"""Actions of a script that its Checkpointer cannot save or restore correctly cause one warning."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_hundred_calls_without_a_step_are_remarked_on_once(tmp_path: Path, sai
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_a_loader_that_nobody_iterates_over(tmp_path: Path, said: Callable[[], list[str]], counted: bool) -> None:
+def test_a_loader_that_is_not_iterated_over(tmp_path: Path, said: Callable[[], list[str]], counted: bool) -> None:
     script = Script()
     data = torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=2)
     for until in (4, 8):  # the second resumes
@@ -137,7 +137,7 @@ def test_closing_says_what_it_does_not_save(tmp_path: Path, caplog: pytest.LogCa
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Accelerate's: an Optimizer, whose own __init__ never runs."""
+    """Like Accelerate's: an Optimizer whose own __init__ never runs."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -174,7 +174,7 @@ def test_a_schedule_that_was_not_given(tmp_path: Path, said: Callable[[], list[s
     assert [text.partition(":")[0] for text in said()] == ([] if given else ["DeterminismWarning"])
 
 
-def test_parts_of_a_checkpoint_that_nobody_takes(tmp_path: Path) -> None:
+def test_parts_of_a_checkpoint_that_are_not_restored(tmp_path: Path) -> None:
     script = Script()
     schedule = torch.optim.lr_scheduler.StepLR(script.optimizer, 2)
     more = {"scheduler": schedule, "extra": {"one": torch.Generator(), "two": torch.Generator()}}
@@ -227,7 +227,7 @@ def test_a_metric_that_no_step_has(tmp_path: Path, said: Callable[[], list[str]]
 def test_a_metric_that_few_steps_have(tmp_path: Path, said: Callable[[], list[str]], without: dict[str, None]) -> None:
     script = Script()
     with script.opened(tmp_path, keep_best="val", save_every=2) as checkpointer:
-        for step in range(211):  # the last one, which leaving saves, is the only one that was validated
+        for step in range(211):  # the last one, which leaving saves, is the only validated one
             script.one()
             checkpointer.step(metrics={"loss": 1.0} | (without if step < 210 else {"val": 0.5}))
     assert said() == []
@@ -248,7 +248,7 @@ def test_metrics_are_by_name(tmp_path: Path) -> None:
     with script.opened(tmp_path) as checkpointer:
         script.one()
         with pytest.raises(UsageError, match=r"metrics: float; numbers by name"):
-            checkpointer.step(metrics=1.5)  # type: ignore[arg-type]  # as a script in a hurry has it
+            checkpointer.step(metrics=1.5)  # type: ignore[arg-type]  # as in a careless script
 
 
 def test_a_last_step_that_is_lost_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -340,9 +340,7 @@ def test_no_optimizer_was_given(tmp_path: Path, said: Callable[[], list[str]]) -
     assert text.startswith("DeterminismWarning: AdamW moves the model, but optimizer= was not given")
 
 
-def test_other_numbers_in_the_script_than_in_the_checkpoint_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_numbers_that_differ_from_the_checkpoint_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def run(steps: int, lr: float, decay: float = 0.01, *, scheduled: bool = False) -> list[str]:
         caplog.clear()
         script = Script()
@@ -399,7 +397,7 @@ def test_a_validation_that_goes_backward_is_no_step_before_the_optimizers(
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As libraries wrap one: its step is the other's, and torch goes through all hooks for each of the two."""
+    """As libraries wrap one: its step is the other's, and torch runs all hooks for each of the two."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -410,7 +408,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_two_that_were_given_no_optimizer_are_both_told(
+def test_two_checkpointers_without_an_optimizer_both_warn(
     tmp_path: Path, said: Callable[[], list[str]], wrapped: bool
 ) -> None:
     model = torch.nn.Linear(4, 2)
@@ -425,20 +423,20 @@ def test_two_that_were_given_no_optimizer_are_both_told(
             checkpointer.resume()
         for _ in range(2):
             model(torch.ones(3, 4)).sum().backward()
-            optimizer.step()  # torch goes through the hooks of both
+            optimizer.step()  # torch runs the hooks of both
             optimizer.zero_grad()
             one.step()
             other.step()
     assert [text.split(",")[0] for text in said()] == ["DeterminismWarning: SGD moves the model"] * 2
 
 
-def test_two_that_are_called_before_the_optimizer_are_both_told(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+def test_two_checkpointers_called_before_the_optimizer_both_warn(tmp_path: Path, said: Callable[[], list[str]]) -> None:
     script = Script()
     with script.opened(tmp_path / "a", signals=False) as one, script.opened(tmp_path / "b", signals=False) as other:
         for _ in range(8):
             script.model(torch.ones(3, 4)).square().mean().backward()
             one.step()
             other.step()
-            script.optimizer.step()  # torch goes through the hooks of both
+            script.optimizer.step()  # torch runs the hooks of both
             script.optimizer.zero_grad()
     assert [text.split("(")[0] for text in said()] == ["DeterminismWarning: step was called between backward"] * 2

@@ -1,4 +1,4 @@
-"""What a run is told of its saves: that they slow it down, and what they will take if nothing is ever given up."""
+"""The warnings about a run's saves: that they slow it down, and how much space they need without retention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Clocked:
     def __init__(self, every: int | IntervalController = 1) -> None:
         self._now = 0.0
         self.pace = SavePace(every, lambda: self._now)
-        self.step(0.0, 0.0)  # nobody knows how long the first iteration took
+        self.step(0.0, 0.0)  # the duration of the first iteration is unknown
 
     def step(self, trained: float, waited: float) -> None:
         self._now += trained
@@ -47,7 +47,7 @@ def after(steps: int, trained: float, waited: float, every: int | IntervalContro
     return found
 
 
-def test_less_than_half_of_the_pace_is_said_once() -> None:
+def test_less_than_half_of_the_pace_causes_one_warning() -> None:
     one = after(30, 0.5, 1.0)
     said = one.said("s3://b/run", bucket=True)
     assert said is not None
@@ -67,9 +67,7 @@ def test_less_than_half_of_the_pace_is_said_once() -> None:
     [(30, 1.0, 0.9, 1), (19, 0.1, 9.0, 1), (30, 0.01, 0.3, 1), (30, 0.5, 1.0, IntervalController())],
     ids=["quick enough", "few steps", "few seconds", "a controller"],
 )
-def test_what_is_no_reason_to_say_so(
-    steps: int, trained: float, waited: float, every: int | IntervalController
-) -> None:
+def test_cases_without_a_warning(steps: int, trained: float, waited: float, every: int | IntervalController) -> None:
     assert after(steps, trained, waited, every).said() is None
 
 
@@ -86,7 +84,7 @@ def test_iterations_and_calls_are_measured() -> None:
     assert "training runs at 33% of its pace: saving took 72 s of the last 108 s" in said
 
 
-def test_every_step_to_a_slow_bucket_is_said_by_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_to_a_slow_bucket_causes_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_pace, "LONG", 0.5)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -109,7 +107,7 @@ def test_every_step_to_a_slow_bucket_is_said_by_a_warning(tmp_path: Path, monkey
     assert seen[0].filename == __file__
 
 
-# -- what a run without rules takes
+# -- the space of a run without rules
 
 
 def metrics(step: int, kind: str, stored: int, error: BaseException | None = None) -> SaveMetrics:
@@ -125,7 +123,7 @@ def heard(strategy: str, every: int | None, told: list[SaveMetrics]) -> list[tup
     return said
 
 
-def test_what_a_thousand_steps_take_is_said_once_and_when_it_is_known() -> None:
+def test_the_space_of_a_thousand_steps_is_reported_once_it_is_known() -> None:
     ((when, text),) = heard("full", 1, [metrics(1, "full", 0, OSError()), *[metrics(2, "full", 2048)] * 3])
     assert (when, "about 1.95 MiB in 1,000 steps; keep=" in text) == (2, True)
     ((_, text),) = heard("full", 10, [metrics(1, "full", 1024)])
@@ -167,7 +165,7 @@ def test_a_run_without_rules_says_so_at_its_first_save(tmp_path: Path, caplog: p
     stored = ckptstore.open(tmp_path / "run").checkpoint(1).stored
     assert float(per[1]) == pytest.approx(stored * 1000 / (1 << 20), rel=0.1)
     assert "docs/retention.md" in line
-    trained(tmp_path / "run", 5)  # resumed: it was said
+    trained(tmp_path / "run", 5)  # resumed: the warning was given
     assert said() == []
     trained(tmp_path / "kept", 2, keep_last=2)
     trained(tmp_path / "best", 2, keep_best="loss")

@@ -1,4 +1,4 @@
-"""Top-k compression: what is sent, what is kept, that training converges, and that the diffs are as small as that."""
+"""Top-k compression: sent and withheld entries, convergence of training, and small diffs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_of_many_the_largest_are_sent_too(scope: Any, what: str, density: float)
         assert int((torch.nan_to_num(sent, nan=1.0) != 0).sum()) <= count
 
 
-def test_what_is_sent_adds_up_to_the_gradients() -> None:
+def test_sent_entries_add_up_to_the_gradients() -> None:
     hook = TopKHook(density=0.1)
     one = torch.nn.Parameter(torch.zeros(50))
     sent, given = torch.zeros(50), torch.zeros(50)
@@ -131,7 +131,7 @@ def test_consumed_is_what_is_left_after_clipping() -> None:
     assert hook.consumed([one]) == {}
 
 
-def test_what_is_added_after_compression_is_no_part_of_what_was_sent() -> None:
+def test_values_added_after_compression_are_not_sent() -> None:
     hook = TopKHook(density=0.5)
     one = parameter(4.0, 0.0, 3.0, 0.0)
     hook.compress([one])
@@ -144,7 +144,7 @@ def test_what_is_added_after_compression_is_no_part_of_what_was_sent() -> None:
     one.grad = torch.ones(4)  # another one
     assert hook.consumed([one]) == {}
     one.grad = kept
-    kept.data.fill_(1.0)  # uncounted, and in a step that was not compressed
+    kept.data.fill_(1.0)  # uncounted, and in an uncompressed step
     assert hook.consumed([one]) == {}
 
 
@@ -243,7 +243,7 @@ def test_without_residuals_a_diff_takes_what_was_sent(tmp_path: Path) -> None:
     parameters = sum(one.numel() for one in script.training.model.parameters())
     stored = [info.stored for info in ckptstore.open(tmp_path / "s").checkpoints() if info.kind == "gradient"]
     assert len(stored) >= 4
-    # 1 % of 32 bits and their places, what no optimizer moves (generators, positions), and headers
+    # 1 % of 32 bits and their places, values that no optimizer updates (generators, positions), and headers
     assert min(stored) < 12 * parameters * 0.15
     again = Script(0.01, exact=False)
     with pytest.warns(DeterminismWarning, match="residuals"):

@@ -1,4 +1,4 @@
-"""What is found out about a torch optimizer's step gives torch's own new state, bit for bit, at the promised cost."""
+"""The recorded updates of torch optimizers give torch's own new state, bit for bit, at the promised cost."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parameters(*shapes: tuple[int, ...], seed: int = 0) -> list[Any]:
 
 
 def backward(params: Sequence[Any], seed: int) -> None:
-    """Gradients of many magnitudes, as training has them."""
+    """Gradients of many magnitudes, as in training."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in params:
         scale = 10 ** (torch.rand(parameter.shape, generator=generator) * 3 - 6)
@@ -286,7 +286,7 @@ def test_a_step_that_the_scaler_skipped() -> None:
         assert np.array_equal(copied(flat)[part], before[was])
 
 
-def test_what_is_no_optimizer_is_a_mistake(tmp_path: Path) -> None:
+def test_an_object_that_is_no_optimizer_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for wrong in (model, [optimizer, model], model.parameters()):
@@ -330,7 +330,7 @@ def test_gradients_that_cannot_be_stored_are_not() -> None:
     assert update.gradient is None
 
 
-# ------------------------------------------------------------------------------------------------- what is not matched
+# ------------------------------------------------------------------------------------------------- unsupported cases
 
 
 def left_out(flat: FlatState, *optimizers: Any) -> bool:
@@ -450,11 +450,12 @@ def test_the_package_finds_its_names_lazily() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ------------------------------------------------------------------------------------------- why nothing was explained
+# ------------------------------------------------------------------------------------------- reasons for unexplained
+#     steps
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Accelerate's: it is an optimizer, and has one."""
+    """Like Accelerate's: it is an optimizer, and has one."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -471,7 +472,7 @@ def run() -> tuple[Any, Any]:
 
 
 def stored(path: Path, state: Callable[[], Any], updates: Callable[[], Any], train: Callable[[int], None]) -> float:
-    """Share of the state that a step takes; each save is told the same, and each step must come back."""
+    """Share of the state that a step takes; each save gets the same message, and each step must be restored."""
     store = ckptstore.open(path, create=True)
     truth = {}
     with store.writer(diffs=ckptstore.DiffOptions()) as writer:
@@ -491,8 +492,8 @@ def stored(path: Path, state: Callable[[], Any], updates: Callable[[], Any], tra
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("wrapped", "Wrapper is none of torch.optim's SGD, Adam and AdamW; give OptimizerStep what it wraps, its"),
-        ("unknown", "RMSprop is none of torch.optim's SGD, Adam and AdamW [2]"),
+        ("wrapped", f"Wrapper is none of torch.optim's {optim.listed()}; give OptimizerStep what it wraps, its"),
+        ("unknown", f"RMSprop is none of torch.optim's {optim.listed()} [2]"),
         ("clones", "the state does not hold the memory that the optimizer moves, but copies"),
         ("weights", "the state holds only some of a parameter and what the optimizer keeps for it"),
         ("decay", "AdamW: a learning rate of nan [2]"),
@@ -546,7 +547,7 @@ def test_parameters_that_are_left_out_are_counted(tmp_path: Path) -> None:
     assert "0 of 2 parameters matched, because two parameters of the optimizers share memory [2]" in found.left_out
 
 
-def test_nothing_is_said_of_what_was_not_moved() -> None:
+def test_unmoved_parameters_cause_no_warning() -> None:
     params = parameters((8, 8), (8,))
     optimizer = torch.optim.AdamW(params)
     assert OptimizerStep(optimizer)(state_of(params, optimizer)).left_out is None, "before the first step"
@@ -556,7 +557,7 @@ def test_nothing_is_said_of_what_was_not_moved() -> None:
     assert (len(found), found.left_out) == (1, None), "the other one had no gradient"
 
 
-def test_a_wrapper_that_is_no_optimizer_is_told_what_is_one(run: Any) -> None:
+def test_a_wrapper_that_is_no_optimizer_is_refused_with_the_remedy(run: Any) -> None:
     class Engine:
         optimizer = run[1]
 
@@ -579,7 +580,7 @@ def mesh() -> Any:
 
 
 def local(state: Any) -> Any:
-    """What a rank saves of a sharded state."""
+    """The part of a sharded state that a rank saves."""
     from torch.distributed.tensor import DTensor
 
     return torch.utils._pytree.tree_map_only(DTensor, lambda tensor: tensor.to_local().detach(), state)

@@ -47,7 +47,7 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Script:
-    """A loop of somebody's own, with a plain writer."""
+    """A custom loop, with a plain writer."""
 
     def __init__(self, store: ckptstore.Store, **options: Any) -> None:
         self.store = store
@@ -127,8 +127,8 @@ def test_moments_that_the_script_edits(tmp_path: Path, options: dict[str, Any]) 
 
 
 @each_writer
-def test_steps_of_which_nothing_is_to_be_said(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Also of steps that are numbered otherwise, as after micro-batches: what counts is what a step takes."""
+def test_steps_without_a_warning(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Also for steps with other numbers, as after micro-batches: only the size of a step counts."""
     script = Script(ckptstore.open(tmp_path / "run"), **options)
     with told() as texts:
         for _ in range(6):
@@ -214,15 +214,15 @@ def test_ranks(tmp_path: Path) -> None:
     with told() as texts:
         as_ranks(2, work)
     found = [one for one in texts if "step 4 before it is not in the store" in one]
-    assert 1 <= len(found) <= 2  # each rank for what it stores
+    assert 1 <= len(found) <= 2  # each rank for its stored part
     loaded = ckptstore.open(tmp_path / "run").load("latest", framework="torch")["model"]
     assert all(torch.equal(loaded[name], tensor) for name, tensor in jobs[0].model.state_dict().items())
 
 
 @pytest.mark.parametrize("size", [40, 120_000], ids=["small", "large"])
-def test_only_what_is_not_explained_is_named_and_only_what_was_measured_is_said(tmp_path: Path, size: int) -> None:
-    """Of parameters with payloads of their own the one that was changed is named. Of a payload of many it is only known
-    that one of them was."""
+def test_only_unexplained_parameters_and_measured_sizes_are_reported(tmp_path: Path, size: int) -> None:
+    """Of parameters with separate payloads the changed one is named. Of a shared payload it is only known that one of
+    them was."""
     torch.manual_seed(1)
     count = 3 if size > 1000 else 400
     parameters = {f"p{number}": torch.nn.Parameter(torch.randn(size)) for number in range(count)}

@@ -1,4 +1,4 @@
-"""Where warnings are errors, `Checkpointer.step` raises one when its step is on its way, and no hook raises any."""
+"""If warnings are errors, `Checkpointer.step` raises one once its step is in flight, and no hook raises any."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_step_that_warns_is_saved(tmp_path: Path, category: type[Warning], str
 
 
 def test_an_optimizer_that_was_not_given(tmp_path: Path) -> None:
-    """It is seen in a hook of torch's. There a raised warning would end the script's own ``optimizer.step()``."""
+    """It is noticed in a hook of torch's. A warning raised there would end the script's own ``optimizer.step()``."""
     model, optimizer = script()
     with Checkpointer(tmp_path / "run", model=model) as checkpointer:
         train(model, optimizer)
@@ -136,6 +136,8 @@ optimizer = torch.optim.AdamW(model.parameters())
 with Checkpointer(sys.argv[2], model=model, optimizer=optimizer, strategy="gradient", batch=8, **group) as checkpointer:
     start = checkpointer.resume()
     print(start, flush=True)
+    if sys.argv[3:] == ["at once"]:
+        os._exit(9)
     for step in range(13):
         model(torch.ones(2, 40)).square().mean().backward()
         optimizer.step()
@@ -150,7 +152,7 @@ with Checkpointer(sys.argv[2], model=model, optimizer=optimizer, strategy="gradi
 
 @pytest.mark.parametrize("kind", ["local", "ranks"])
 def test_a_job_that_is_killed_and_requeued_again_and_again_gets_further(tmp_path: Path, kind: str) -> None:
-    """It loses a step each time. The next start says so, as an error, and the one after it does not."""
+    """It loses a step each time. The next start reports that as an error, and the one after it does not."""
     reached = []
     for _ in range(3):
         done = warmth.run([sys.executable, "-W", "error", "-c", _REQUEUED, kind, str(tmp_path / "run")])
@@ -161,3 +163,14 @@ def test_a_job_that_is_killed_and_requeued_again_and_again_gets_further(tmp_path
             assert "LostStepsWarning: term 1 ended without closing" in done.stderr
     assert len(reached) == 2
     assert reached[1] >= 13
+
+
+@pytest.mark.parametrize("kind", ["local", "ranks"])
+def test_a_job_that_is_killed_before_its_first_checkpoint_is_told_so(tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", _REQUEUED, kind, str(tmp_path / "run"), "at once"]
+    assert warmth.run(command).returncode == 9
+    told = warmth.run(command)
+    assert told.stdout == ""
+    assert "LostStepsWarning: term 1 ended without closing, before its first checkpoint was durable" in told.stderr
+    assert "training begins from nothing" in told.stderr
+    assert warmth.run(command[:-1]).stdout == "0\n"

@@ -39,7 +39,7 @@ def trained(
     strategy: str = "full",
     **also: Any,
 ) -> tuple[Any, Any]:
-    """Train some steps, each parameter by other gradients, and save each."""
+    """Train some steps, each parameter with other gradients, and save each."""
     optimizer = make(model.parameters()) if callable(make) else make
     schedule = None if scheduler is None else scheduler(optimizer)
     with Checkpointer(
@@ -57,7 +57,7 @@ def trained(
 
 
 def moments(model: Any, optimizer: Any) -> dict[str, Any]:
-    """What an optimizer keeps, by names of parameters and slots."""
+    """An optimizer's state, by names of parameters and slots."""
     return {
         f"{name.replace('_orig_mod.', '')}/{key}": value.clone() if isinstance(value, torch.Tensor) else value
         for name, parameter in model.named_parameters()
@@ -92,7 +92,7 @@ def resumed(path: Path, model: Any, optimizer: Any, how: Any = None, **also: Any
 
 
 def refused(path: Path, model: Any, optimizer: Any, **also: Any) -> StateMismatchError:
-    """A resume that has to be refused, with nothing changed."""
+    """A resume that must be refused, with nothing changed."""
     before = everything(model, optimizer)
     generator = torch.get_rng_state()
     with (

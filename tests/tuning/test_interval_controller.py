@@ -1,4 +1,4 @@
-"""The controller of the interval: in simulated time, and with a writer that really saves."""
+"""The controller of the interval: in simulated time, and with a real writer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Handle:
 
 
 class Run:
-    """A training loop in simulated time: iterations, copies, writes that share the disk, places that are waited for."""
+    """A training loop in simulated time: iterations, copies, writes that share the disk, waits for a slot."""
 
     def __init__(self, controller: IntervalController, in_flight: int, seed: int = 0) -> None:
         self.controller = controller
@@ -69,7 +69,7 @@ class Run:
         return (self.clock - began) / pure
 
     def _save(self, write: float, copy: float) -> None:
-        if len(self.under_way) >= self.in_flight:  # the writer would wait for a place, and so does the controller
+        if len(self.under_way) >= self.in_flight:  # the writer would wait for a slot, and so does the controller
             self.clock = max(self.clock, self.under_way[0][0])
             self._finish(self.clock)
 
@@ -165,7 +165,7 @@ def test_longer_iterations_shorten_it_and_shorter_ones_lengthen_it() -> None:
     assert run.controller.interval in range(39, 47)
 
 
-def test_what_iterations_beside_a_save_lose_counts() -> None:
+def test_the_slowdown_of_iterations_beside_a_save_counts() -> None:
     run = made()
     run.train(500, iteration=0.1, write=1.0, copy=0.0, beside=0.4)
     slowed = run.train(5000, iteration=0.1, write=1.0, copy=0.0, beside=0.4)
@@ -188,8 +188,8 @@ def test_noise_hardly_moves_it_and_does_not_break_the_bound(noise: float, values
 
 
 def test_it_does_not_hunt_where_saves_share_the_disk() -> None:
-    # At the interval of Eq. (3) one save is under way at a time and takes half of T_w: taken for that, it would be
-    # shortened until two are under way again, and so on (18 and 22 in turn).
+    # At the interval of Eq. (3) one save is in flight at a time and takes half of T_w: measured as that, it would be
+    # shortened until two are in flight again, and so on (18 and 22 in turn).
     run = made(in_flight=2)
     run.train(3000, iteration=0.1, write=2.15, copy=0.0)
     seen = {run.controller.interval}
@@ -242,7 +242,7 @@ def test_a_failed_save_says_nothing_and_the_first_one_is_tried_again() -> None:
     assert [controller.due(step) for step in (7, 8)] == [False, True]
 
 
-def test_steps_that_go_back_begin_anew() -> None:
+def test_steps_that_go_back_restart_the_measurement() -> None:
     controller = IntervalController(first=1)
     controller.iterated(0.1)
     assert controller.due(100)
@@ -320,7 +320,7 @@ def test_a_save_tells_when_it_is_durable_and_when_it_failed(tmp_path: Path) -> N
         while len(told) < 3:
             time.sleep(0.001)
         assert told[2] == (False, None)
-        # Being told so is not seeing it: the writer raises it all the same.
+        # A report of it is not the same as noticing it: the writer raises it all the same.
         with pytest.raises(ckptstore.FencedError):
             writer.wait()
 

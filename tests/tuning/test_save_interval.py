@@ -50,7 +50,7 @@ def test_the_slowdown_is_that_of_a_simulated_run(
     one = timing(write, places, loss=share * write)
     saves = 200 * places
     found, _ = simulated(one, interval, iteration, saves)
-    # What begins and ends: at most one write more or less in all.
+    # Begin and end: at most one write more or less in all.
     assert found == pytest.approx(
         slowdown(one, interval, iteration), abs=(write + interval * iteration) / (saves * interval * iteration) * 2
     )
@@ -83,7 +83,7 @@ def test_equation_3_by_hand() -> None:
     assert equation_3(timing(37.0), 1.0, 1.05) == 36
     assert equation_3(timing(42.0, 2), 1.0, 1.05) == 20
     assert equation_3(timing(0.1), 1.0, 1.05) == 1
-    # A ceiling of what rounding alone puts above 20.
+    # A ceiling of a number that only rounding puts above 20.
     assert equation_3(timing(0.1 * 3 * 7), 0.1, 1.05) == 20
 
 
@@ -96,7 +96,7 @@ def test_no_failure_of_a_simulated_run_costs_more_than_equation_4(
     bound = recovery_bound(one, interval, iteration, load)
     _, worst = simulated(one, interval, iteration, 6 * places + 20)
     assert load + worst * iteration <= bound.total * (1 + 1e-9)
-    # And the bound is met: it is no looser than the one iteration that is under way.
+    # And the bound is met: it is no looser than the one iteration in progress.
     assert load + worst * iteration >= bound.total * (1 - 1e-9) - iteration
 
 
@@ -116,12 +116,12 @@ def test_the_least_per_save_is_chosen() -> None:
     assert best_setting(timings, 0.1, ANY, MEGABYTES).timing is timings[1]
 
 
-def test_what_is_as_good_with_fewer_copies_of_the_state_wins() -> None:
+def test_fewer_copies_of_the_state_win_a_tie() -> None:
     timings = [timing(10.0, 1), timing(20.0 * (1 - 0.9 * TOLERANCE), 2)]
     assert best_setting(timings, 0.1, ANY, MEGABYTES).timing is timings[0]
     timings = [timing(10.0, 1), timing(20.0 * (1 - 2 * TOLERANCE), 2)]
     assert best_setting(timings, 0.1, ANY, MEGABYTES).timing is timings[1]
-    # Twice as quick, but every iteration can be saved either way.
+    # Twice as fast, but every iteration can be saved either way.
     timings = [timing(0.5, 1), timing(0.5, 2)]
     chosen = best_setting(timings, 1.0, ANY, MEGABYTES)
     assert (chosen.timing, chosen.interval) == (timings[0], 1)
@@ -140,7 +140,7 @@ def test_fewer_threads_win_where_more_bring_nothing() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(SECONDS, PLACES, st.integers(1, 4)), min_size=1, max_size=12), SECONDS)
-def test_what_is_chosen_saves_nearly_as_often_as_anything(made: list[tuple[float, int, int]], iteration: float) -> None:
+def test_the_choice_saves_nearly_as_often_as_any(made: list[tuple[float, int, int]], iteration: float) -> None:
     timings = [timing(write, places, threads=threads) for write, places, threads in made]
     chosen = best_setting(timings, iteration, ANY, MEGABYTES)
     least = min(least_interval(one, iteration, 1.05) for one in timings)
@@ -185,10 +185,10 @@ def test_memory_below_one_copy_allows_one_save_that_is_waited_for() -> None:
     assert host_bytes(10**9, one, writer_memory(10**9, one, limits)) == 10**9
     assert fits(one, limits, 10**9)
     assert not fits(Setting(2, 1, 64 << 20), limits, 10**9)
-    assert not fits(Setting(1, 1, 10**9), limits, 10**9)  # staging takes what there is
+    assert not fits(Setting(1, 1, 10**9), limits, 10**9)  # staging takes the rest
 
 
-def test_what_cannot_fit_says_what_it_needs() -> None:
+def test_a_choice_that_cannot_fit_reports_its_needs() -> None:
     with pytest.raises(UsageError, match=f"one save of this state needs {LEAST + (64 << 20)}"):
         most_in_flight(10**9, 64 << 20, Limits(1.05, memory=LEAST + (64 << 20) - 1))
     with pytest.raises(UsageError, match="two checkpoints of this state need 2000000000"):

@@ -1,4 +1,4 @@
-"""Trial saves: what is saved, where, and that nothing of it stays."""
+"""Trial saves: their state, their place, and that nothing of them stays."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_reported_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with scratch(str(tmp_path / "run")) as place:
         monkeypatch.setattr("ckptstore.tuning.trial_folder.Scratch.free", lambda _self: 5 * MIB)
         with pytest.raises(StorageError, match=f"trial saves take {6 * MIB} bytes, {5 * MIB} are free"):

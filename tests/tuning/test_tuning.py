@@ -61,7 +61,7 @@ def test_all_times_become_iterations() -> None:
 
 @given(models(), log_uniform(0.01, 100), log_uniform(1, 1e4), log_uniform(1, 1e3))
 def test_the_unit_of_time_does_not_matter_if_it_is_one(model: Model, t: float, interval: float, batch: float) -> None:
-    """The trap: b/2 counts iterations. A job whose every time is t times as long wastes the same share."""
+    """The trap: b/2 counts iterations. A job all of whose times are t times as long wastes the same share."""
     assume(batch <= interval)
 
     def job(t: float) -> Job:
@@ -91,7 +91,7 @@ def test_the_average_over_every_moment_of_failure(interval: int, batch: int) -> 
 
 
 def test_a_simulated_run() -> None:
-    """Failures at random times, fulls that stall: what a run wastes is what the model says (failures are rare)."""
+    """Failures at random times, fulls that stall: a run wastes as much as the model predicts (failures are rare)."""
     rng = np.random.default_rng(7)
     model = Model(mtbf=2000, full_write=2, load_full=5, merge_batch=0.3)
     interval, batch, wasted, done = 40, 4, 0.0, 0.0
@@ -113,7 +113,7 @@ def test_parallel_recovery_takes_a_logarithm_of_the_merges() -> None:
 
 
 @pytest.mark.parametrize(("interval", "batch"), [(10, 11), (10, 0.5), (0.5, 0.5), (math.nan, 1)])
-def test_what_is_no_configuration_is_refused(interval: float, batch: float) -> None:
+def test_an_invalid_configuration_is_refused(interval: float, batch: float) -> None:
     with pytest.raises(UsageError, match="1 <= batch <= full_every"):
         TABLE_JOB.model().waste(interval, batch)
 
@@ -238,10 +238,10 @@ def test_replay_slower_than_training_means_fulls_only(model: Model, slow: float)
 def test_a_steeper_price_moves_the_optimum_the_right_way() -> None:
     model = TABLE_JOB.model()
     at = best(model)
-    assert best(replace(model, full_write=model.full_write * 20)).interval > at.interval  # dear fulls: fewer
+    assert best(replace(model, full_write=model.full_write * 20)).interval > at.interval  # expensive fulls: fewer
     assert best(replace(model, mtbf=model.mtbf / 20)).interval < at.interval  # frequent failures: more
-    assert best(replace(model, merge_batch=model.merge_batch * 20)).batch > at.batch  # dear merges: larger batches
-    assert best(replace(model, batch_write=1.0)).batch > at.batch  # dear writes: larger batches
+    assert best(replace(model, merge_batch=model.merge_batch * 20)).batch > at.batch  # expensive merges: larger batches
+    assert best(replace(model, batch_write=1.0)).batch > at.batch  # expensive writes: larger batches
 
 
 def test_neighbours_are_configurations_around_the_optimum() -> None:

@@ -1,4 +1,4 @@
-"""The controller: traces of bandwidth and failures, and what it must never do."""
+"""The controller: traces of bandwidth and failures, and the actions that it must never take."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_no_flapping(start: float, noise: list[float], hysteresis: float) -> Non
 @settings(deadline=None, max_examples=short_or(24, 60))
 @given(st.lists(st.floats(-0.2, 0.2), min_size=1, max_size=60), st.floats(-6, 6))
 def test_no_flapping_in_practice(noise: list[float], start: float) -> None:
-    """At the default hysteresis writes that are 20% faster or slower than the mean never move it."""
+    """At the default hysteresis writes that are 20% faster or slower than the mean never change it."""
     job = replace(JOB, bandwidth=JOB.bandwidth * math.exp(start))
     controller = Controller(job)
     for factor in noise:
@@ -198,7 +198,7 @@ EVENTS = st.lists(
 
 @settings(deadline=None)
 @given(EVENTS)
-def test_whatever_it_is_told_the_configuration_is_one(events: list[tuple[str, float | None]]) -> None:
+def test_any_input_gives_a_valid_configuration(events: list[tuple[str, float | None]]) -> None:
     controller = Controller(JOB)
     for kind, value in events:
         if kind == "wrote":

@@ -1,7 +1,7 @@
-"""A writer whose committer's thread waits: what is given to it meanwhile is on its way, and nothing of it is durable.
+"""Blocks a writer's commit thread: steps given meanwhile are in flight, and none of them is durable.
 
-By public means alone: `Writer.poll` has that thread do its upkeep after all that was given before, and the upkeep lists
-``req/``. Here the medium does not answer that until it may.
+It uses only public means: `Writer.poll` makes that thread do its upkeep after all earlier saves, and the upkeep lists
+``req/``. Here the medium does not answer until the test permits it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _T = TypeVar("_T")
 
 
 def hold(store: ckptstore.Store, writer: ckptstore.Writer, seconds: float = 60.0) -> threading.Event:
-    """Have the committer's thread of `writer` wait -> the gate, which lets it go on; it does so after `seconds`, too.
+    """Make the commit thread of `writer` wait -> the gate, which lets it continue; it also continues after `seconds`.
 
-    When this returns the thread waits already. `store` is the one that opened the writer, whose upkeep has not failed.
+    When this returns the thread is already waiting. `store` is the one that opened the writer, whose upkeep has not
+    failed.
     """
     reached, gate = threading.Event(), threading.Event()
     medium: Any = store.backend
@@ -48,6 +49,6 @@ def hold(store: ckptstore.Store, writer: ckptstore.Writer, seconds: float = 60.0
 
 
 def elsewhere(work: Callable[[], _T]) -> _T:
-    """What another thread makes of `work`, which is over when this returns: saves that overtake each other."""
+    """The result of `work` in another thread, which has ended when this returns: saves that overtake each other."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()

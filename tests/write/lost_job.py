@@ -28,12 +28,12 @@ __all__ = ["BATCH", "IN_FLIGHT", "SLOW"]
 IN_FLIGHT: Final = 2
 BATCH: Final = 3
 SLOW: Final = 0.03
-"""Seconds that a medium takes to create a slot, and so to commit."""
+"""Seconds for which a medium creates a slot, and so commits."""
 _OPTIONS: Final = ckptstore.RankOptions(timeout=60, per_rank="rng")
 
 
 def slow_medium() -> None:
-    """Commits take their time in this process."""
+    """Delay commits in this process."""
     create = LocalBackend.create
 
     def late(self: LocalBackend, key: str, data: bytes) -> Any:
@@ -44,7 +44,7 @@ def slow_medium() -> None:
 
 
 def saved(note: Callable[[int], None], store: Path, **how: Any) -> None:
-    """A script with a writer of its own."""
+    """A script with its own writer."""
     model = nn.Linear(30, 30)
     with ckptstore.open(store).writer(group=dist.group.WORLD, ranks=_OPTIONS, max_in_flight=IN_FLIGHT, **how) as writer:
         for step in range(1, 10**6):
@@ -53,7 +53,7 @@ def saved(note: Callable[[int], None], store: Path, **how: Any) -> None:
 
 
 def trained(note: Callable[[int], None], store: Path, sharded: bool = False, **how: Any) -> None:
-    """A script with a `Checkpointer`. It resumes. The model is replicated (DDP), or in shards (FSDP2)."""
+    """A script with a `Checkpointer`. It resumes. The model is replicated (DDP), or sharded (FSDP2)."""
     torch.manual_seed(0)
     model: nn.Module = nn.Linear(30, 30)
     if sharded:

@@ -1,4 +1,5 @@
-"""What every `Mailbox` must do, as one suite: subclass `MailboxConformance` and give a fixture `boxes`, two ranks'."""
+"""The requirements on every `Mailbox`, as one suite: subclass `MailboxConformance`, and give a fixture `boxes` of two
+ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Boxes = tuple[Mailbox, Mailbox]
 class MailboxConformance:
     """The suite."""
 
-    def test_what_one_sets_the_other_gets(self, boxes: Boxes) -> None:
+    def test_one_ranks_value_reaches_the_other(self, boxes: Boxes) -> None:
         one, other = boxes
         assert other.get("a/b") is None
         assert not other.has(["a/b"])
@@ -62,21 +63,21 @@ class MailboxConformance:
         one.delete("letter.1")
         with pytest.raises(FormatError, match="not whole"):
             fetch(other, "letter")
-        one.set("letter.1", b"b" * PIECE)  # another letter's
+        one.set("letter.1", b"b" * PIECE)  # another message's
         with pytest.raises(FormatError, match="not whole"):
             fetch(other, "letter")
         withdraw(one, ["letter"])
 
-    def test_what_is_no_letter_is_refused_at_once(self, boxes: Boxes) -> None:
+    def test_an_invalid_message_is_refused_at_once(self, boxes: Boxes) -> None:
         one, other = boxes
         one.set("letter", b"short")
         with pytest.raises(FormatError, match="not a letter"):
             fetch(other, "letter")
-        one.set("letter", (1 << 62).to_bytes(8, "little") + bytes(8))  # nobody looks for so many pieces
+        one.set("letter", (1 << 62).to_bytes(8, "little") + bytes(8))  # no rank looks for so many pieces
         with pytest.raises(FormatError, match="bytes"):
             fetch(other, "letter")
 
-    def test_what_is_too_long_to_send_is_refused(self, boxes: Boxes) -> None:
+    def test_a_message_that_is_too_long_is_refused(self, boxes: Boxes) -> None:
         class Long(bytes):
             def __len__(self) -> int:
                 return LETTER_LIMIT + 1

@@ -1,4 +1,4 @@
-"""A medium in memory whose writes wait until a test lets them go on, and what saves under way are made of."""
+"""A medium in memory whose writes wait until a test releases them, and the states of saves in flight."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ MIB = 1 << 20
 
 
 def weights(value: int, units: int = 1) -> dict[str, Any]:
-    """A state of so many units of 16 MiB (or a small one) in which every number tells of its step."""
+    """A state of so many units of 16 MiB (or a small one) in which every number shows its step."""
     size = 4 * MIB if units > 1 else 1000
     return {f"w{number}": np.full(size, value + number, np.float32) for number in range(units)}
 
 
 class Medium:
-    """A memory store whose segments are written when they may be, in the order in which they were begun.
+    """A memory store whose segments are written when the test permits it, in the order in which they were begun.
 
     Attributes:
         begun: is set for the n-th segment when its first block is written.
-        may: lets the n-th segment's blocks be written.
-        fails: the n-th segment's blocks cannot be.
+        may: permits the n-th segment's blocks to be written.
+        fails: the n-th segment's blocks cannot be written.
+        blocks: how many blocks were written.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, segments: int, *, held: bool = True) -> None:
@@ -41,6 +42,7 @@ class Medium:
         self.fails: set[int] = set()
         self.delay = 0.0
         self.opened = 0
+        self.blocks = 0
         if not held:
             self.release()
         original = MemoryBackend.open_sink
@@ -59,6 +61,8 @@ class Medium:
                 if self.number in medium.fails:
                     raise ckptstore.StorageError(28, f"no space for segment {self.number}")
                 self.inner.write(offset, data)
+                with lock:
+                    medium.blocks += 1
 
             def seal(self, size: int) -> None:
                 self.inner.seal(size)
@@ -89,7 +93,7 @@ def check(store: ckptstore.Store, *steps: int, units: int = 1) -> None:
 
 @contextmanager
 def taken(writer: ckptstore.Writer, medium: Medium) -> Iterator[None]:
-    """A writer's one place is taken in the ``with``: by a save of step 1, which the medium holds up so long."""
+    """A writer's only slot is taken in the ``with``: by a save of step 1, which the medium delays for that time."""
     sync = threading.Thread(target=writer.save, args=(weights(1), 1))
     sync.start()
     try:
@@ -101,7 +105,7 @@ def taken(writer: ckptstore.Writer, medium: Medium) -> Iterator[None]:
 
 
 def run(script: str) -> str:
-    """What a process of its own says."""
+    """The output of a separate process."""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

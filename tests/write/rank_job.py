@@ -1,8 +1,8 @@
-"""A job of torch ranks as processes: each runs the scenarios that it is told, in one process group.
+"""A job of torch ranks as processes: each runs the named scenarios in one process group.
 
     python -m tests.write.rank_job PORT RANK SIZE FOLDER SCENARIO [SCENARIO ...]
 
-What a scenario expects it asserts itself; what is to be loaded afterwards in one process it leaves in FOLDER.
+A scenario asserts its own expectations; files for later loads in one process are left in FOLDER.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def plain(value: Any) -> Any:
 
 
 def save_and_expect(folder: Path, name: str, state: dict[str, Any], **how: Any) -> None:
-    """Save twice, the second time in the background beside collectives; keep what a load has to give."""
+    """Save twice, the second time in the background beside collectives; keep the expected result of a load."""
     store = ckptstore.open(folder / name)
     with store.writer(group=dist.group.WORLD, ranks=OPTIONS, **how) as writer:
         assert writer.save(state, 1).step == 1
@@ -172,7 +172,7 @@ def diverged(folder: Path) -> None:
 
 
 def stepwise(folder: Path, name: str, net: nn.Module) -> None:
-    """Train, and save every step as a step diff; keep what each load has to give."""
+    """Train, and save every step as a step diff; keep the expected result of each load."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     diffs = ckptstore.DiffOptions(full_every=6, batch=2)
     with ckptstore.open(folder / name).writer(group=dist.group.WORLD, ranks=OPTIONS, diffs=diffs) as writer:
@@ -182,7 +182,7 @@ def stepwise(folder: Path, name: str, net: nn.Module) -> None:
             optimizer.step()
             state = state_of(net, optimizer)
             pending = writer.save_async(state, step, updates=OptimizerStep(optimizer))
-            whole = plain(state)  # collectives, beside what the writer does
+            whole = plain(state)  # collectives, beside the writer's work
             optimizer.zero_grad()
             if dist.get_rank() == 0:
                 torch.save(whole, folder / f"{name}-step-{step}.pt")
@@ -214,7 +214,7 @@ def ddp_sums(folder: Path) -> None:
 
 
 def fsdp_diffs(folder: Path) -> None:
-    """Steps of FSDP2's shards, uneven; then filled into a model that is cut in another way, and continued."""
+    """Steps of FSDP2's shards, uneven; then filled into a differently sharded model, and continued."""
     net = model()
     for layer in (net[0], net[2], net):
         fully_shard(layer)
@@ -234,13 +234,13 @@ def fsdp_diffs(folder: Path) -> None:
 
 
 def _figure(key: str) -> int:
-    """Bytes, as the system counts them for this process."""
+    """A figure of this process in bytes, as the system counts it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
 def bounded_memory(folder: Path) -> None:
-    """What a rank takes beside its state of 96 MiB in shards: with a budget of half of that, and without one."""
+    """The memory of a rank beyond its state of 96 MiB in shards: with a budget of half of that, and without one."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     names = [f"p{number}" for number in range(4)]
     local = {slot: {name: torch.full((2048, 1024), 1e-9) for name in names} for slot in ("w", "m", "v")}
@@ -259,7 +259,7 @@ def bounded_memory(folder: Path) -> None:
             updates.append(Update(slots, adam, numbers, NumpySource(gradient)))
         return updates
 
-    # The first is not looked at: what is made once in a process is no writer's.
+    # The first is not measured: it includes one-time allocations of the process.
     steps = 0
     for mode, coding in (("plain", {}), ("deltas", {"deltas": 1}), ("diffs", {"diffs": ckptstore.DiffOptions()})):
         told: dict[str, int] = {}
@@ -273,7 +273,7 @@ def bounded_memory(folder: Path) -> None:
                     steps += 1
                     updates = moved(steps)
                     writer.save_async(state, steps, updates=updates if mode == "diffs" else None)
-                    dist.all_reduce(torch.ones(10))  # training's own, beside what is copied and written
+                    dist.all_reduce(torch.ones(10))  # training's own, beside the data that is copied and written
             told[kind] = _figure("VmHWM") - own
             if kind == "bounded":
                 weights = plain(state["w"])
@@ -282,7 +282,7 @@ def bounded_memory(folder: Path) -> None:
                 del weights
             else:
                 dist.barrier()
-                if dist.get_rank() == 0:  # nobody looks at it, and it is large
+                if dist.get_rank() == 0:  # it is not measured, and it is large
                     shutil.rmtree(folder / f"{kind}-{mode}")
         (folder / f"bounded-{mode}-{dist.get_rank()}.json").write_text(json.dumps(told))
 

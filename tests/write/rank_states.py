@@ -1,4 +1,4 @@
-"""States of ranks, whole and in shards, and how they are compared."""
+"""States of ranks, whole and in shards, and their comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENT = RankOptions(timeout=120, per_rank="rng.*")
 
 
 def state(rank: int, step: int = 1) -> dict[str, Any]:
-    """A replicated model, random state of the rank's own, and values that differ."""
+    """A replicated model, the rank's own random state, and values that differ."""
     random = np.random.default_rng(7)
     return {
         "model": {f"w{number}": random.random((number + 1, 50)).astype(np.float32) for number in range(6)},

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, over a `LocalMailbox`: for what needs no torch and no process of its own."""
+"""Ranks as threads of one process, over a `LocalMailbox`: for tests that need neither torch nor processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Clock", "as_ranks"]
 
 
 def as_ranks(size: int, work: Callable[[Group], Any], box: LocalMailbox | None = None) -> list[Any]:
-    """What `work` returns on each rank, or the error that it raised there."""
+    """The result of `work` on each rank, or the error that it raised there."""
     mailbox = box or LocalMailbox()
     found: list[Any] = [None] * size
 
@@ -30,15 +30,15 @@ def as_ranks(size: int, work: Callable[[Group], Any], box: LocalMailbox | None =
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(240)  # a machine may be slow; who hangs does so for ever
+        thread.join(240)  # the machine may be slow; a hang lasts for ever
         assert not thread.is_alive(), f"{thread.name} hangs"
     return found
 
 
 class Clock:
-    """That by which ranks wait for each other. It can be put forward: who shall wait in vain does so at once.
+    """The clock of ranks that wait for each other. It can be put forward, so that a timeout ends at once.
 
-    So a test gives ranks minutes, which nobody needs on a machine that is slow, and waits for none of them.
+    So a test gives ranks minutes, which suffice on any slow machine, and waits for none of them.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ class Clock:
         monkeypatch.setattr(key_value_store, "time", self)
 
     def put_forward(self) -> None:
-        """Hours pass for everybody who waits."""
+        """Let hours pass for every rank that waits."""
         self.ahead += 10_000
 
     def monotonic(self) -> float:

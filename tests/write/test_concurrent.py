@@ -1,4 +1,4 @@
-"""Several fulls at once, in bounded memory: they overlap, none is lost or told twice, and nobody waits for nothing."""
+"""Several fulls at once, in bounded memory: they overlap, none is lost or reported twice, and none waits needlessly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TestTogether:
         check(store, 1, 2, 3, 4)
 
     @pytest.mark.parametrize("options", [{"deltas": 4}, {"diffs": ckptstore.DiffOptions()}], ids=["deltas", "diffs"])
-    def test_what_is_coded_is_written_in_turn(
+    def test_encoded_saves_are_written_in_turn(
         self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
     ) -> None:
         """Each may build on the one before."""
@@ -78,10 +78,8 @@ class TestTogether:
             assert following.parent is not None
             assert following.parent.step == 3
 
-    def test_what_comes_after_waits_for_all_of_them(
-        self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A tag may name what is on its way, a new term begins with nothing left of the old one."""
+    def test_later_calls_wait_for_all_of_them(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A tag may name a checkpoint in flight, and a new term begins after all saves of the old one."""
         medium = Medium(monkeypatch, 9)
         with store.writer(max_in_flight=3, poll_seconds=None) as writer:
             for step in (1, 2):
@@ -111,19 +109,19 @@ class TestTogether:
             with pytest.raises(ckptstore.StorageError, match="no space for segment 1"):
                 pending[1].result(120)
             assert [one.result(120).step for one in (pending[0], pending[2])] == [1, 3]
-            writer.wait()  # who asked was told
+            writer.wait()  # the caller got an error
         check(store, 1, 3)
 
     def test_one_that_waits_for_its_turn_when_the_term_ends_is_not_begun(
         self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Nobody may drop segments of a term that is over."""
+        """No writer may drop segments of a term that is over."""
         medium = Medium(monkeypatch, 2)
         with store.writer(max_in_flight=1, poll_seconds=None) as writer, ThreadPoolExecutor(2) as others:
             first = others.submit(writer.save, weights(1), 1)
             assert medium.begun[0].wait(120)
             second = others.submit(writer.save, weights(2), 2)
-            wait([second], 0.1)  # it waits by then; if not it is refused, for the same reason
+            wait([second], 0.1)  # it is waiting by then; if not it is refused, for the same reason
             Store(store.backend).writer(poll_seconds=None).close()
             medium.release()
             for one in (first, second):
@@ -164,13 +162,13 @@ class TestTogether:
         assert store.checkpoint(1).tags == ("t2", "t3")
 
     def test_saves_of_both_kinds_from_many_threads(self, store: ckptstore.Store) -> None:
-        """Steps come in order, everything else as it likes. Memory is short for all of them."""
+        """Steps come in order, everything else in any order. Memory is short for all of them."""
         with store.writer(max_in_flight=3, memory=LEAST, poll_seconds=None, threads=1) as writer:
             lock, steps = threading.Lock(), iter(range(1, 9))
 
             def run(kind: int) -> None:
                 for _ in range(2):
-                    # Only one thread may give a step; what happens with it then is up to the writer's.
+                    # Only one thread may give a step; the writer's threads do the rest.
                     with lock:
                         step = next(steps)
                         state = weights(step, 3)
@@ -190,22 +188,22 @@ class TestTogether:
 def test_a_step_that_could_not_be_begun_may_be_given_again(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not taken, and has no place."""
+    """It is not counted as given, and takes no slot."""
 
     def none(*_: object) -> None:
         raise MemoryError("no memory")
 
     with store.writer(max_in_flight=1, poll_seconds=None) as writer:
         with monkeypatch.context() as patched:
-            patched.setattr("ckptstore.write.full_saves.plan_units", none)
+            patched.setattr("ckptstore.write.capture.unit_copy.plan_units", none)
             with pytest.raises(MemoryError):
                 writer.save_async(weights(1), 1)
         writer.save(weights(1), 1)
     check(store, 1)
 
 
-def test_what_a_failed_save_has_begun_is_named_to_gc(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the next commit: what is left of it on the medium need not wait for another term."""
+def test_segments_of_a_failed_save_are_named_to_gc(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next commit: its leftovers on the medium need not wait for another term."""
     medium = Medium(monkeypatch, 9, held=False)
     medium.fails = {1}
     with store.writer(max_in_flight=1, poll_seconds=None) as writer:
@@ -219,7 +217,7 @@ def test_what_a_failed_save_has_begun_is_named_to_gc(store: ckptstore.Store, mon
 
 
 class TestMetrics:
-    def test_what_they_say(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_their_reports(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         medium = Medium(monkeypatch, 3)
         told: list[SaveMetrics] = []
         with store.writer(max_in_flight=2, poll_seconds=None, on_metrics=told.append) as writer:
@@ -243,7 +241,7 @@ class TestMetrics:
         assert {one.error for one in told} == {None}
 
     @pytest.mark.parametrize("options", [{"deltas": 4}, {"diffs": ckptstore.DiffOptions()}], ids=["deltas", "diffs"])
-    def test_of_what_is_coded(self, store: ckptstore.Store, options: dict[str, Any]) -> None:
+    def test_encoded_saves(self, store: ckptstore.Store, options: dict[str, Any]) -> None:
         told: list[SaveMetrics] = []
         with store.writer(poll_seconds=None, on_metrics=told.append, **options) as writer:
             for step in (1, 2):
@@ -268,7 +266,7 @@ class TestMetrics:
             (2, None, 0, caught.value),
         ]
 
-    def test_what_the_callback_raises_harms_nothing(self, store: ckptstore.Store) -> None:
+    def test_errors_of_the_callback_harm_nothing(self, store: ckptstore.Store) -> None:
         def bad(_: SaveMetrics) -> None:
             raise ZeroDivisionError("oh")
 
@@ -298,7 +296,7 @@ class TestMetrics:
 
 
 def test_a_large_state_divided_over_segments(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is short, units that share pages, several segments: the bits are those that training had."""
+    """Short memory, units that share pages, several segments: the bits are those of training."""
     monkeypatch.setattr("ckptstore.backends.base.Backend.segment_bytes", 40 * MIB)
     rng = np.random.default_rng(0)
     state = {f"w{number}": rng.integers(0, 256, 5_000_001 + 997 * number, np.uint8) for number in range(24)}
@@ -321,7 +319,7 @@ def test_a_large_state_divided_over_segments(store: ckptstore.Store, monkeypatch
 def test_a_small_state_needs_few_threads_and_a_large_one_gets_them(
     store: ckptstore.Store, how: dict[str, Any], most: int
 ) -> None:
-    """Fulls: one thread commits, and one for each save in flight writes. What is compressed one thread does alone."""
+    """Fulls: one thread commits, and one for each save in flight writes. One thread alone does compression."""
     before = threading.active_count()
     with store.writer(max_in_flight=2, poll_seconds=None, **how) as writer:
         for step in range(1, 5):

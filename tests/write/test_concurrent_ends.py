@@ -1,4 +1,4 @@
-"""Saves in flight that are cancelled or killed: what was acknowledged stays, and nothing else is left."""
+"""Saves in flight that are cancelled or killed: acknowledged checkpoints stay, and nothing else is left."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TestCancelling:
             with pytest.raises(CancelledError, match="step 1 was cancelled"):
                 pending.result()
             medium.release()
-            writer.wait()  # whoever cancels has been told
+            writer.wait()  # the caller of cancel has the answer
             again = writer.save_async(weights(1), 1)
             assert again.result(120).step == 1
             assert not again.cancel()
@@ -54,13 +54,26 @@ class TestCancelling:
         assert sum(gone.encode() in store.backend.get(key) for key in store.backend.list("log/")) == 1
         check(store, 1, 2)
 
+    def test_of_one_that_is_given_up_no_more_is_written(
+        self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All of it is copied, and a part of that is on its way to the medium."""
+        units, medium = 9, Medium(monkeypatch, 1)
+        with store.writer(poll_seconds=None) as writer:
+            pending = writer.save_async(weights(1, units), 1)
+            assert medium.begun[0].wait(120)
+            assert pending.cancel()
+            medium.release()
+            writer.wait()
+            assert medium.blocks < units
+
     def test_one_that_waits_for_its_turn_is_never_begun(
         self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         medium = Medium(monkeypatch, 9)
         with store.writer(max_in_flight=1, poll_seconds=None) as writer, taken(writer, medium):
             assert writer.save_async(weights(2), 2).cancel()
-            assert writer.save_async(weights(3), 3).cancel()  # its place is free again
+            assert writer.save_async(weights(3), 3).cancel()  # its slot is free again
         check(store, 1)
         assert medium.opened == 1
 
@@ -130,7 +143,8 @@ KILLS = {"save.first-block": 9, "save.sealed": 4, "commit.before-create": 5, "cr
 
 @pytest.mark.parametrize(("point", "memory"), in_turn(list(KILLS), [LEAST, None]))
 def test_a_kill_with_several_in_flight(tmp_path: Path, point: str, memory: int | None) -> None:
-    """What was acknowledged is there, the newest is at least that, and the next writer goes on from it."""
+    """Acknowledged checkpoints are there, the newest is at least the last of them, and the next writer continues from
+    it."""
     count = KILLS[point]
     command = [sys.executable, "-c", _KILLED.format(memory=memory), str(tmp_path / "store"), point, str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

@@ -1,4 +1,4 @@
-"""Saves in flight in bounded memory: what they take, that it is given back, that it is prepared before it is needed."""
+"""Saves in flight in bounded memory: how much they use, that it is returned, that it is prepared in advance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def store() -> ckptstore.Store:
 
 class TestMemory:
     def test_it_is_the_bound(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of a state several times as large, on a slow medium. Training waits, and is told how long."""
+        """With a state several times as large, on a slow medium. Training waits, and the waiting time is reported."""
         medium = Medium(monkeypatch, 3, held=False)
         began = time.monotonic()
         weights(1, 1)
@@ -46,7 +46,7 @@ class TestMemory:
         check(store, 1, 2, units=5)
         assert all(0.02 < one.waited <= one.stall < one.durable for one in told)
 
-    def test_with_room_for_all_nobody_waits_for_the_medium(
+    def test_with_memory_for_all_no_save_waits_for_the_medium(
         self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         medium = Medium(monkeypatch, 2)
@@ -64,12 +64,12 @@ class TestMemory:
             script = _PEAK.format(path=str(tmp_path / str(memory)), memory=memory)
             found[memory] = int(run(script))
         assert found[None] > 180 * MIB  # the copy of the state
-        assert found[LEAST] < LEAST + 48 * MIB  # and what hashing it takes: about 10
+        assert found[LEAST] < LEAST + 48 * MIB  # and the memory of hashing: about 10
 
     def test_it_waits_no_more_when_the_medium_is_gone(
         self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The copy ends there: its bytes have nowhere to go. The save says so, once."""
+        """The copy ends there: its bytes have no destination. The save reports it, once."""
         medium = Medium(monkeypatch, 9, held=False)
         medium.fails = set(range(5))
         with store.writer(memory=LEAST, poll_seconds=None) as writer:
@@ -135,7 +135,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("broken", ["w0", "w4"])
     def test_a_tensor_that_cannot_be_read(self, store: ckptstore.Store, broken: str) -> None:
-        """Who copies says so, though the lane that waits for it may see it first."""
+        """The copying thread reports it, though the lane that waits for it may see it first."""
 
         class Broken(NumpySource):
             def view(self) -> Any:

@@ -20,7 +20,7 @@ def delta(gap: int, start: float = 0.5, slope: float = 0.03) -> float:
 
 
 def simulate(schedule: Schedule, count: int, start: float = 0.5, slope: float = 0.03) -> tuple[float, float, int]:
-    """Total bytes, dearest restore in bytes, longest chain; checks every promise on the way."""
+    """Total bytes, most expensive restore in bytes, longest chain; checks every promise on the way."""
     costs: dict[int, float] = {}
     depths: dict[int, int] = {}
     bases: dict[int, int] = {}  # number -> checkpoint that is held in memory
@@ -51,7 +51,7 @@ def simulate(schedule: Schedule, count: int, start: float = 0.5, slope: float = 
 def test_fixed_intervals_keep_the_bound(form: Form, interval: int, times: float, count: int) -> None:
     schedule = Schedule(interval, form, RestoreBound(times=times))
     _, dearest, _ = simulate(schedule, count)
-    assert dearest <= times * FULL * 1.05  # a delta may turn out larger than was expected, by what it drifted
+    assert dearest <= times * FULL * 1.05  # a delta may turn out larger than expected, by its drift
 
 
 def test_depth_is_bounded() -> None:
@@ -109,7 +109,7 @@ def test_best_interval_is_the_best_of_a_brute_force() -> None:
         assert means[found] <= min(means.values()) * 1.01
 
 
-def test_sizes_interpolate_and_go_on() -> None:
+def test_sizes_interpolate_and_extrapolate() -> None:
     sizes = DeltaSizes(FULL, {1: 500.0, 4: 560.0})
     assert sizes.expect(2) == pytest.approx(530)
     assert sizes.expect(8) == pytest.approx(590)

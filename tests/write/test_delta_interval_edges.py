@@ -1,4 +1,4 @@
-"""The schedule at its edges: bounds that are met exactly, gaps that were measured, first and last of a cycle."""
+"""The schedule at its limits: bounds that are met exactly, gaps that were measured, first and last of a cycle."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_bytes_have_units(text: str, nbytes: int) -> None:
     assert RestoreBound.parse(text) == RestoreBound(None, nbytes, None)
 
 
-def test_without_a_word_a_restore_costs_four_fulls_and_fifty_deltas() -> None:
+def test_by_default_a_restore_costs_four_fulls_and_fifty_deltas() -> None:
     assert RestoreBound() == RestoreBound(4.0, None, None, 50)
     assert DEPTH_LIMIT == 50
 
@@ -68,7 +68,7 @@ def test_sizes_of_gaps_that_were_measured_are_what_was_measured() -> None:
     assert DeltaSizes(1000.0).expect(3) == pytest.approx(700.0)
     sizes = DeltaSizes(1000.0, {2: 500.0, 8: 620.0, 16: 600.0})
     assert [sizes.expect(gap) for gap in (1, 2, 4, 8, 16)] == pytest.approx([500, 500, 560, 620, 600])
-    assert sizes.expect(64) == 600.0  # smaller than at half the gap: it does not go on falling
+    assert sizes.expect(64) == 600.0  # smaller than at half the gap: it does not continue to fall
     rising = DeltaSizes(1000.0, {2: 500.0, 4: 530.0, 8: 600.0})
     assert rising.expect(32) == pytest.approx(740.0)  # the slope of the last octave
     assert rising.expect(1 << 20) == 1000.0  # never more than a full
@@ -90,7 +90,7 @@ def test_a_gap_that_is_measured_again_moves_all() -> None:
 
 def test_the_best_interval_is_the_cheapest_that_fits() -> None:
     flat = DeltaSizes(1000.0, {1: 500.0, 128: 500.0})
-    # Chains of one delta at most: the longer the cycle the better, until fulls are as rare as they get.
+    # Chains of one delta at most: the longer the cycle the better, until fulls are as rare as possible.
     assert best_interval(flat, 1500.0) == 128
     assert best_interval(flat, 1499.0) == 0
     assert best_interval(flat, 1500.0, depth=0) == 0
@@ -168,7 +168,7 @@ def test_deltas_that_do_not_pay_are_tried_again_after_sixteen_fulls() -> None:
     found = run(schedule, 40, delta=980)
     assert found[1] == Decision(0, 1, True, (0,))  # not known yet
     assert [place for place, decision in enumerate(found) if decision.base is not None] == [1, 18, 35]
-    assert found[18] == Decision(0, 1, False, (0,))  # on which nothing is built
+    assert found[18] == Decision(0, 1, False, (0,))  # no checkpoint builds on it
     cheap = Schedule(1, "anchor", FREE)
     assert sum(decision.base is None for decision in run(cheap, 40, delta=979)) == 1
 
@@ -198,7 +198,7 @@ def test_numbers_count_from_the_full() -> None:
     assert [written(schedule) for _ in range(3)] == [0, 1, 2]
 
 
-def test_only_an_automatic_interval_is_chosen_anew() -> None:
+def test_only_an_automatic_interval_is_chosen_again() -> None:
     bound = RestoreBound(None, depth=1)
     fixed = Schedule(3, "anchor", bound)
     run(fixed, 2)

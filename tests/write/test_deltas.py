@@ -113,7 +113,7 @@ def test_the_bf16_copy_of_a_master_costs_nothing(tmp_path: Path) -> None:
 
 
 def test_a_delta_may_build_on_a_derived_copy(tmp_path: Path) -> None:
-    """The master goes away while its copy stays: the copy's chain is a rounding with a delta on top."""
+    """The master is removed while its copy stays: the copy's chain is a rounding with a delta on top."""
     master = torch.randn(300, 70)
     states: list[dict[str, Any]] = [{"c": (master + n).bfloat16(), "m": master + n} for n in range(3)]
     states += [{"c": (master + 3).bfloat16()}, {"c": (master + 4).bfloat16()}]
@@ -199,7 +199,7 @@ def test_a_damaged_base_names_what_is_left(tmp_path: Path) -> None:
 
 
 def test_wrong_bases_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is compared with what was saved, not only the stored bytes."""
+    """The result is compared with the saved state, not only the stored bytes."""
     states = trajectory(2)
     store = fill(tmp_path / "store", states, 1)
     from ckptstore.restore import chain_link
@@ -283,7 +283,7 @@ def test_a_big_delta_is_split_over_segments(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
-    """Someone retires and drops the writer's base by a request: the next save begins anew."""
+    """A request retires and drops the writer's base: the next save is a full."""
     from ckptstore.log import requests
 
     states = trajectory(5)
@@ -315,7 +315,7 @@ def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
 
 
 def test_a_base_that_cannot_be_kept_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint is history by then: the save succeeds, and the next one is a full."""
+    """The checkpoint is committed by then: the save succeeds, and the next one is a full."""
     states = trajectory(4)
     store = ckptstore.open(tmp_path / "store")
     with store.writer(deltas=DeltaOptions(interval=1, memory=0)) as writer:
@@ -402,7 +402,7 @@ def test_nothing_reads_the_state_once_a_save_has_failed(tmp_path: Path, monkeypa
         assert not active
 
 
-def test_after_an_interrupt_nobody_builds_on_bits_that_may_change(
+def test_after_an_interrupt_no_save_builds_on_bits_that_may_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C, and again while the writer waits for its thread: the copy of the base may be torn."""
@@ -426,7 +426,7 @@ def test_after_an_interrupt_nobody_builds_on_bits_that_may_change(
             writer.save(state, step=1)
         monkeypatch.undo()
         before = state["w"].clone()
-        state["w"].add_(1)  # training goes on
+        state["w"].add_(1)  # training continues
         changed.set()
         writer.wait()
         info = writer.save({"w": before + 1e-4}, step=2)
@@ -437,7 +437,7 @@ def test_after_an_interrupt_nobody_builds_on_bits_that_may_change(
 
 @pytest.mark.filterwarnings("error")
 def test_a_base_that_only_a_warning_keeps_from_being_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is durable by then: where warnings are errors, the save must not say otherwise, nor any later one."""
+    """The step is durable by then: if warnings are errors, neither that save nor a later one may fail."""
 
     def full(_self: Any, key: str, _data: bytes) -> None:
         raise ckptstore.StorageError(errno.ENOSPC, "cannot write: full", key)
@@ -454,8 +454,8 @@ def test_a_base_that_only_a_warning_keeps_from_being_pinned(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("compress_fulls", [False, True])
-def test_everything_coded_has_its_state_digest(tmp_path: Path, compress_fulls: bool) -> None:
-    """Of every tensor of every delta and full: what is missing would not be compared, without a word."""
+def test_every_encoded_tensor_has_its_state_digest(tmp_path: Path, compress_fulls: bool) -> None:
+    """Of every tensor of every delta and full: a missing one would silently not be compared."""
     states = trajectory(4)
     options = DeltaOptions(interval=3, compress_fulls=compress_fulls)
     store = fill(tmp_path / "store", states, options)
@@ -527,7 +527,7 @@ def test_reading_chunk_by_chunk_takes_a_chunk_and_a_payload(
 
 
 def test_saves_that_are_cancelled_before_their_turn_give_their_places_and_memory_back(tmp_path: Path) -> None:
-    """Else the next `save_async` waits for ever."""
+    """Otherwise the next `save_async` waits for ever."""
     store = ckptstore.open(tmp_path / "store", create=True)
     with store.writer(deltas=DeltaOptions(), max_in_flight=3, poll_seconds=None) as writer:
         writer.save({"x": np.zeros(10)}, 1)

@@ -1,4 +1,4 @@
-"""Batches of step diffs: when they are written, how they fail, what a term that was not closed may lack."""
+"""Batches of step diffs: when they are written, how they fail, and which steps an unclosed term may lack."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_save_writes_what_waits(tmp_path: Path) -> None:
     assert len(store.checkpoints()) == 7
 
 
-def test_who_asks_for_a_step_does_not_wait_for_its_batch(tmp_path: Path) -> None:
+def test_the_result_of_a_step_does_not_wait_for_its_batch(tmp_path: Path) -> None:
     trainer = Trainer()
     store = ckptstore.open(tmp_path / "store", create=True)
     with store.writer(diffs=DiffOptions(batch=100, seconds=None), poll_seconds=None) as writer:
@@ -79,7 +79,7 @@ def test_who_asks_for_a_step_does_not_wait_for_its_batch(tmp_path: Path) -> None
 @pytest.mark.parametrize("memory", [None, 128 << 20])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_step_diff_cannot_be_cancelled(tmp_path: Path, batch: int, memory: int | None) -> None:
-    """The next one is compressed against it. What answers that it is cancelled must not be stored."""
+    """The next one is compressed against it. A save that reports it was cancelled must not be stored."""
     store = ckptstore.open(tmp_path / "store", create=True)
     trainer, truth = Trainer(), {}
     with store.writer(diffs=DiffOptions(batch=batch), max_in_flight=8, memory=memory, poll_seconds=None) as writer:
@@ -114,7 +114,7 @@ def test_a_tag_of_a_step_whose_batch_fails(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(batcher, "write_batch", broken)
         with pytest.raises(ckptstore.StorageError, match="the disk is gone"):
             writer.tag("two", 2)
-        writer.wait()  # who tagged was told
+        writer.wait()  # the caller of tag got the error
         with pytest.raises(ckptstore.CheckpointNotFoundError, match="no checkpoint of step 2"):
             writer.tag("two", 2)
 
@@ -127,7 +127,7 @@ def test_a_batch_waits_no_longer_than_its_time(tmp_path: Path) -> None:
             trainer.train()
             last = writer.save_async(trainer.state(), step, updates=trainer.updates())
         deadline = time.monotonic() + 60
-        while not last.done() and time.monotonic() < deadline:  # asking for the result would write it at once
+        while not last.done() and time.monotonic() < deadline:  # waiting for the result would write it at once
             time.sleep(0.01)
         assert last.done()
         assert last.result().step == 3
@@ -154,11 +154,11 @@ def test_a_failed_batch_fails_each_of_its_steps(tmp_path: Path, monkeypatch: pyt
             with pytest.raises(ckptstore.StorageError, match="the disk is gone") as caught:
                 writer.wait()
         assert caught.value.__notes__ == ["steps 2 to 4, which waited for their batch, were not saved"]
-        writer.wait()  # does not say it again
+        writer.wait()  # does not report it again
         for one in pending[1:]:
             with pytest.raises(ckptstore.StorageError):
                 one.result()
-        # Nothing is coded against a step that does not exist: a full, and the steps may be tried again.
+        # No step is encoded against a step that does not exist: a full follows, and the steps may be tried again.
         for step in (4, 5):
             truth[step] = trainer.frozen()
             writer.save_async(trainer.state(), step, updates=trainer.updates())
@@ -192,7 +192,7 @@ def test_a_term_that_was_not_closed_says_what_may_be_missing(tmp_path: Path) -> 
 
 
 def test_going_back_on_purpose_loses_nothing(tmp_path: Path) -> None:
-    """Whoever names an earlier checkpoint knows that there are later ones."""
+    """A caller that names an earlier checkpoint knows that there are later ones."""
     trainer = Trainer()
     store = ckptstore.open(tmp_path / "store", create=True)
     with store.writer(diffs=DiffOptions(batch=50, seconds=None)) as first:
@@ -209,9 +209,9 @@ def test_going_back_on_purpose_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def settle() -> Iterator[Callable[[], None]]:
-    """What a scheduler does some seconds before it kills: every writer writes what waits, and says nothing is missing.
+    """Act like a scheduler some seconds before a kill: every writer writes its waiting steps, and nothing is missing.
 
-    Until a writer is opened afterwards, a second one is nobody's.
+    Until a writer is opened afterwards, no writer handles a second signal.
     """
     settled: list[int] = []
     forget_open_writers()
@@ -221,7 +221,7 @@ def settle() -> Iterator[Callable[[], None]]:
         settled.clear()
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 120
-        while not settled:  # the writers' handler sends it on when everything is written
+        while not settled:  # the writers' handler sends it again when everything is written
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
@@ -229,7 +229,7 @@ def settle() -> Iterator[Callable[[], None]]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_settled_term_that_goes_on_is_not_closed(tmp_path: Path, settle: Callable[[], None]) -> None:
+def test_a_settled_term_that_continues_is_not_closed(tmp_path: Path, settle: Callable[[], None]) -> None:
     trainer = Trainer()
     store = ckptstore.open(tmp_path / "store", create=True)
 
@@ -260,7 +260,7 @@ def test_a_settled_term_that_goes_on_is_not_closed(tmp_path: Path, settle: Calla
 
 
 def test_requests_are_answered_with_nothing_waiting(tmp_path: Path) -> None:
-    """Retiring the full on which steps that wait are built must be refused, not granted first."""
+    """Retiring the full on which waiting steps are built must be refused, not granted first."""
     from ckptstore.log import requests
 
     trainer = Trainer()
@@ -281,7 +281,7 @@ def test_requests_are_answered_with_nothing_waiting(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
-    """All that there is was retired and dropped by a request: the next step begins anew."""
+    """A request has retired and dropped everything: the next step is a full."""
     from ckptstore.log import requests
 
     trainer = Trainer()

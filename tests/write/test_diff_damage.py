@@ -1,4 +1,4 @@
-"""Diffs that are reordered, missing, repeated or of another run, under hashes that fit: errors, never other bits."""
+"""Diffs that are reordered, missing, repeated or of another run, under valid hashes: errors, never wrong bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Forged:
             same(self.truth[step], self.store.load(step))
 
     def refused(self, *steps: int, says: tuple[str, ...]) -> None:
-        """The whole state is refused; of a part the right bits may be had, never others. It always ends."""
+        """The whole state is refused; a part may be restored with the right bits, never others. It always ends."""
         for step in steps:
             with pytest.raises(CorruptSegmentError) as caught:
                 self.store.load(step)
@@ -56,7 +56,7 @@ class Forged:
 
 @pytest.fixture
 def forge(monkeypatch: pytest.MonkeyPatch) -> Forge:
-    """Stores a run whose diffs are other ones than were coded, or are described otherwise; all hashes fit."""
+    """Stores a run whose diffs are replaced, or described wrongly; all hashes fit."""
 
     def forged(
         steps: Callable[[dict[int, EncodedStep]], None] = lambda _: None,
@@ -90,7 +90,7 @@ def with_entries(doc: SegmentDoc, step: int, *entries: TensorEntry) -> SegmentDo
 
 
 def payloads_from(step: EncodedStep, other: EncodedStep) -> EncodedStep:
-    """`step` with the stored bytes of `other`; what they should become stays."""
+    """`step` with the stored bytes of `other`; its expected result stays."""
     units = tuple(
         tuple(
             replace(
@@ -129,7 +129,7 @@ def test_a_diff_repeated(forge: Forge) -> None:
 
 
 def test_whole_steps_in_the_other_order(forge: Forge) -> None:
-    """Each is consistent in itself, and is not what the log says it is."""
+    """Each is consistent, and is not the one that the log names."""
 
     def swap(coded: dict[int, EncodedStep]) -> None:
         third, fourth = coded[3], coded[4]
@@ -143,7 +143,7 @@ def test_whole_steps_in_the_other_order(forge: Forge) -> None:
 
 
 def test_a_diff_left_out(forge: Forge) -> None:
-    """What step 4 holds of its tensors is gone: no later step may pass over it."""
+    """Step 4's part of its tensors is gone: no later step may skip it."""
 
     def drop(coded: dict[int, EncodedStep]) -> None:
         coded[4] = replace(coded[4], units=())
@@ -166,7 +166,7 @@ def test_one_tensor_of_a_group_left_out(forge: Forge) -> None:
 
 @pytest.mark.parametrize("base", ["gone", "other shape"])
 def test_a_tensor_moved_along_that_the_state_does_not_name(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
-    """Steps move it all the same: so its base has to be there, and to fit."""
+    """Steps move it all the same: so its base must be there, and fit."""
     encode_step, append = resident_step.encode_step, delta_encoding.append_tensor
 
     def nameless(*arguments: Any, **options: Any) -> EncodedStep:
@@ -202,7 +202,7 @@ def test_a_tensor_moved_along_that_the_state_does_not_name(monkeypatch: pytest.M
 
 
 def test_a_step_by_another_rule(forge: Forge) -> None:
-    """Another learning rate, by one bit: what was coded to correct the right one now misleads."""
+    """Another learning rate, by one bit: the corrections of the right one now mislead."""
 
     def tamper(coded: dict[int, EncodedStep]) -> None:
         units = list(coded[4].units)
@@ -234,7 +234,7 @@ def test_a_wrong_digest(forge: Forge) -> None:
 
 
 def test_a_wrong_hash_of_a_result(forge: Forge) -> None:
-    """The log knows the hash of a step's whole state; the steps that follow do not depend on it."""
+    """The log has the hash of a step's whole state; the steps that follow do not depend on it."""
 
     def tamper(doc: SegmentDoc) -> SegmentDoc:
         entry = doc.tensors[4]["m.wide"]
@@ -247,7 +247,7 @@ def test_a_wrong_hash_of_a_result(forge: Forge) -> None:
 
 
 def test_a_damaged_payload(forge: Forge, tmp_path: Path) -> None:
-    """Names the step whose payload it is, for every step that needs it."""
+    """The error names the step whose payload it is, for every step that needs it."""
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store")
     with store.writer(diffs=DiffOptions(batch=STEPS - 1), poll_seconds=None) as writer:

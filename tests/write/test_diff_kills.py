@@ -1,4 +1,4 @@
-"""A process that ends in the middle of a batch: what waits is written, or lost, and the next one says which."""
+"""A process that ends in the middle of a batch: waiting steps are written, or lost, and the next writer names those."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ elif end != "":
 
 
 def run(url: Path, end: str, *, at: str = "", batch: int = BATCH) -> tuple[int, list[int]]:
-    """A run of its own process -> how it ended, and which steps it held durable."""
+    """Run a process -> its exit status, and the steps that it reported as durable."""
     command = [sys.executable, "-c", CHILD, str(url), str(batch), str(LAST), end, at]
     done = warmth.run(command, cwd=Path(__file__).resolve().parents[2], timeout=120)
     if done.returncode not in (0, -9, -15):
@@ -76,7 +76,7 @@ def test_a_killed_process_loses_what_waited_and_the_next_one_says_which(tmp_path
     with pytest.warns(ckptstore.LostStepsWarning) as caught:
         writer = ckptstore.open(url).writer(diffs=DiffOptions(batch=BATCH))
     assert re.search(r"up to 13 steps after 21 .*\(22 and following\).* continues from 21@1", str(caught[0].message))
-    with writer:  # and goes on from there
+    with writer:  # and continues from there
         trainer = Trainer()
         for step in range(1, LAST + 1):
             trainer.train()
@@ -92,12 +92,34 @@ def test_a_killed_process_loses_what_waited_and_the_next_one_says_which(tmp_path
     [("save.begin:3", 11), ("save.before-header:3", 11), ("save.sealed:3", 11), ("commit.before-create:2", 1)],
 )
 def test_killed_while_a_batch_is_written(tmp_path: Path, place: str, last: int) -> None:
-    """Before its COMMIT a batch does not exist; what was committed before does."""
+    """Before its COMMIT a batch does not exist; earlier commits do."""
     url = tmp_path / "store"
     assert run(url, "close", at=place)[0] == -9
     all_there(url, last)
     with pytest.warns(ckptstore.LostStepsWarning, match=f"after {last} "):
         ckptstore.open(url).writer().close()
+
+
+def test_killed_before_its_first_checkpoint_the_next_run_says_so(tmp_path: Path) -> None:
+    url = tmp_path / "store"
+    for term in (1, 2):
+        assert run(url, "close", at="save.begin:1")[0] == -9
+        store = ckptstore.open(url)
+        assert [one.term for one in store.terms()] == list(range(1, term + 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.writer(parent=None).close()  # asked to begin from nothing
+        store.writer().close()  # that one was closed
+    assert run(url, "close", at="save.begin:1")[0] == -9
+    with pytest.warns(ckptstore.LostStepsWarning) as caught:
+        store.writer().close()
+    assert [str(one.message) for one in caught] == [
+        "term 5 ended without closing, before its first checkpoint was durable: no step that it computed is in the "
+        "store; training begins from nothing"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.writer().close()
 
 
 def test_killed_after_the_commit_nothing_of_the_batch_is_lost(tmp_path: Path) -> None:
@@ -115,7 +137,7 @@ def test_sigterm_writes_what_waits(tmp_path: Path) -> None:
     ckptstore.open(url).writer().close()  # warns of nothing
 
 
-def test_closing_writes_what_waits_and_nothing_is_said_of_it(tmp_path: Path) -> None:
+def test_closing_writes_waiting_steps_without_a_warning(tmp_path: Path) -> None:
     url = tmp_path / "store"
     assert run(url, "close")[0] == 0
     all_there(url, LAST)

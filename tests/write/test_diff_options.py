@@ -1,4 +1,4 @@
-"""What options of step diffs do: deltas between, sums of gradients, a controller; what is lossy is marked."""
+"""The options of step diffs: deltas between, sums of gradients, a controller; lossy steps are marked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_options_are_checked() -> None:
 
 
 def test_deltas_between_which_steps_are(tmp_path: Path) -> None:
-    """Where a full is due, `deltas` decides what it is."""
+    """Where a full is due, `deltas` decides its kind."""
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store", create=True)
     with store.writer(deltas=1, diffs=DiffOptions(full_every=3)) as writer:
@@ -54,7 +54,7 @@ def test_deltas_between_which_steps_are(tmp_path: Path) -> None:
 
 
 def test_gradients_that_are_summed_up(tmp_path: Path) -> None:
-    """One checkpoint for a batch; everything about it says that it is not what training had."""
+    """One checkpoint for a batch; everywhere it is marked as not being training's state."""
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store", create=True)
     summed: dict[str, Any] = {}
@@ -137,14 +137,15 @@ def test_a_sum_does_not_continue_without_a_step_whose_save_raised(
                 with pytest.raises((ckptstore.UnsupportedStateError, MemoryError, KeyboardInterrupt)):
                     (writer.save if how == "interrupted" else writer.save_async)(state, 4, updates=trainer.updates())
     found = [(info.step, info.kind) for info in store.checkpoints()]
-    if how != "interrupted":  # else it may have been stored before the wait for it ended
+    if how != "interrupted":  # otherwise it may have been stored before the wait for it ended
         assert found == [(1, "full"), (3, "gradient"), (5, "full"), (6, "gradient")]
     assert (5, "full") in found
     same(truth[5], store.load(5))
 
 
 def test_a_controller_decides_how_often(tmp_path: Path) -> None:
-    """The LowDiff model, told what fulls take here, moves full_every and batch; every step stays restorable."""
+    """The LowDiff model, with the measured cost of fulls here, changes full_every and batch; every step stays
+    restorable."""
     job = Job(1e6, 1e9, mtbf=3600, iteration=0.5, load_full=0.01, merge_batch=0.001)
     controller = Controller(job, start=Configuration(interval=6, batch=2), writes=1)
     wanted = best(job.model())
@@ -160,7 +161,7 @@ def test_a_controller_decides_how_often(tmp_path: Path) -> None:
     gaps = [after - before for before, after in pairwise(fulls)]
     assert fulls[0] == 1
     assert gaps == sorted(gaps)
-    assert gaps[0] > 6  # the first full has told it already
+    assert gaps[0] > 6  # the first full has already reported it
     assert controller.configuration.interval > 12
     assert controller.job.bandwidth != job.bandwidth
     for step, state in truth.items():
@@ -202,7 +203,7 @@ def test_a_checkpoint_is_lossy_if_nothing_stored_gives_its_bits_back() -> None:
 
 
 def test_an_update_that_names_a_slot_twice_is_left_out(tmp_path: Path) -> None:
-    """One tensor cannot be two slots of a rule: the coder would store it twice, and a reader refuse it."""
+    """One tensor cannot be two slots of a rule: the encoder would store it twice, and a reader refuse it."""
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store", create=True)
     with store.writer(diffs=DiffOptions(full_every=9)) as writer:
@@ -222,7 +223,7 @@ def test_an_update_that_names_a_slot_twice_is_left_out(tmp_path: Path) -> None:
 
 
 def test_the_gradients_of_the_first_save_are_not_copied(tmp_path: Path) -> None:
-    """It is a full, which no gradient explains; a copy would be made to memory that nobody has touched yet."""
+    """It is a full, which no gradient explains; a copy would use memory that has never been touched."""
     looked_at: list[int] = []
 
     class Watched(NumpySource):

@@ -1,4 +1,4 @@
-"""Real training in step diffs: any step comes back with all of its state, and goes on as it did."""
+"""Real training in step diffs: any step is restored with all of its state, and continues identically."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """The training here sets how many threads torch uses, which decides bits: whoever comes next warns of it."""
+    """This training sets how many threads torch uses, which changes bits: the next writer would warn of it."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -49,7 +49,7 @@ def test_restored_and_resumed_runs_are_the_first_one_bit_for_bit(name: str, tmp_
 
 
 def test_whatever_is_not_restored_shows_in_the_next_steps() -> None:
-    """The comparison has teeth: each part of the state left as a fresh process has it gives another run."""
+    """A check of the comparison: each part of the state that is left as in a fresh process gives another run."""
     recipe = Recipe(steps=40)
     first = Training(recipe)
     for _ in range(3):
@@ -112,7 +112,7 @@ def test_mixed_precision_with_an_fp32_master(tmp_path: Path) -> None:
 
 
 def test_top_k_gradients_under_sgd(tmp_path: Path) -> None:
-    """Compression with error feedback: the hundredth of the gradient that is applied is all that a step costs."""
+    """Compression with error feedback: a step costs only the hundredth of the gradient that is applied."""
     torch.manual_seed(4)
     model = torch.nn.Linear(400, 500)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)

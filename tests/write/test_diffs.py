@@ -1,4 +1,4 @@
-"""Step diffs through the store: every step of every batch comes back bit for bit, whatever it holds."""
+"""Step diffs through the store: every step of every batch is restored bit for bit, whatever it holds."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_every_step_comes_back(tmp_path: Path, batch: int, how: dict[str, Any]) 
     assert len(report.restorable) == 19
 
 
-def test_what_it_costs(tmp_path: Path) -> None:
-    """All bytes of a segment counted, per number of the parameters (96 bits as they are)."""
+def test_the_stored_bytes(tmp_path: Path) -> None:
+    """All bytes of a segment counted, per number of the parameters (96 bits uncompressed)."""
     numbers = sum(weight.size for weight in Trainer().weights.values())
     for how, most in (({}, 29.0), ({"gradients": False}, 31.0), ({"keep": 0.01}, 1.6)):
         store, _ = fill(tmp_path / str(most), DiffOptions(batch=10), 11, **how)
@@ -68,7 +68,7 @@ def test_the_plan_counts_what_is_replayed(tmp_path: Path) -> None:
     assert plan.steps[2].bytes_read == held[3]["master.wide"].stored
 
 
-def test_small_parameters_are_coded_as_one(tmp_path: Path) -> None:
+def test_small_parameters_are_encoded_as_one(tmp_path: Path) -> None:
     store, _ = fill(tmp_path / "store", DiffOptions(), 2)
     entries = store.tensors(2)
     leaders = {name for name, entry in entries.items() if entry.codec == "step" and "leader" not in entry.params}
@@ -97,7 +97,7 @@ def test_restoring_in_place(tmp_path: Path) -> None:
 
 
 def test_tensors_of_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunk k of a slot needs chunk k of the others; more than one segment holds a batch when it is large."""
+    """Chunk k of a slot needs chunk k of the others; a large batch takes more than one segment."""
     from ckptstore.write.steps import batch_segments, batcher
 
     monkeypatch.setattr(
@@ -117,8 +117,8 @@ def test_tensors_of_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @np.errstate(all="ignore")
-def test_nothing_that_is_said_of_a_step_is_believed(tmp_path: Path) -> None:
-    """Wrong settings, wrong gradients, wrong names, parameters that change by themselves: bytes, never bits."""
+def test_no_claim_about_a_step_changes_bits(tmp_path: Path) -> None:
+    """Wrong settings, wrong gradients, wrong names, parameters that change otherwise: they cost bytes, never bits."""
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store", create=True)
     rng = np.random.default_rng(1)
@@ -157,7 +157,7 @@ def test_nothing_that_is_said_of_a_step_is_believed(tmp_path: Path) -> None:
 
 
 def test_saves_of_several_threads(tmp_path: Path) -> None:
-    """Steps are coded in the order of the calls, each against the one before."""
+    """Steps are encoded in the order of the calls, each against the one before."""
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store", create=True)
     lock = threading.Lock()
@@ -180,7 +180,7 @@ def test_saves_of_several_threads(tmp_path: Path) -> None:
 
 
 def test_a_wrong_state_digest_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest is training's word on what a replay has to lead to; chunk hashes are the coder's."""
+    """The digest is training's claim about the result of a replay; chunk hashes are the encoder's."""
     from ckptstore.formats import digest
     from ckptstore.write.steps import resident_step
 
@@ -201,7 +201,7 @@ def test_a_wrong_state_digest_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_first_wrong_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay that goes wrong says where, not only that the end is wrong."""
+    """A failed replay names the first wrong step, not only the last."""
     store, truth = fill(tmp_path / "store", DiffOptions(batch=3), 9)
     decode = optim.decode
     fifth = ADAM.rule(optim.Step(count=5, lr=1e-3 / 6, clip=0.7)).params

@@ -1,4 +1,4 @@
-"""Step diffs where something goes wrong beside them: memory, threads, signals, order, other optimizers."""
+"""Step diffs with errors beside them: memory, threads, signals, order, other optimizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.write.trainer import ADAM, Trainer
 
 @pytest.mark.parametrize("accumulate", ["concatenate", "sum"])
 def test_steps_that_overtake_each_other(tmp_path: Path, accumulate: Any) -> None:
-    """Steps are taken in ascending order; a thread that is slow to say what its optimizer did comes in later."""
+    """Steps are accepted in ascending order; a thread that is slow to pass its optimizer's updates comes later."""
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store", create=True)
     with store.writer(diffs=DiffOptions(batch=4, accumulate=accumulate), max_in_flight=2) as writer:
@@ -57,12 +57,12 @@ def test_steps_that_overtake_each_other(tmp_path: Path, accumulate: Any) -> None
     assert {3, 7} <= {info.step for info in store.checkpoints()}
     if accumulate == "concatenate":
         for step, state in truth.items():
-            if step != 5:  # its tensors had moved on when they were copied
+            if step != 5:  # its tensors had changed when they were copied
                 same(state, store.load(step))
 
 
 def test_another_optimizer_takes_over(tmp_path: Path) -> None:
-    """AdamW's arithmetic was found to be one that SGD does not have."""
+    """AdamW's arithmetic was recognized, which SGD does not have."""
     rng, store = np.random.default_rng(0), ckptstore.open(tmp_path / "store", create=True)
     w, m, v = (np.zeros((300, 300), "<f4") for _ in range(3))
     w += rng.normal(size=w.shape).astype("<f4")
@@ -84,7 +84,7 @@ def test_another_optimizer_takes_over(tmp_path: Path) -> None:
 
 
 def test_no_memory_for_a_copy_of_a_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The full is durable, and stays a base of deltas: its memory is not given to others."""
+    """The full is durable, and stays a base of deltas: its memory is not reused."""
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store", create=True)
     copy, fail = SnapshotPool.copy, threading.Event()
@@ -123,7 +123,7 @@ def test_no_thread_for_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                     patched.setattr(threading.Timer, "start", no_thread)
                 one = writer.save_async(trainer.state(), step, updates=trainer.updates())
                 if step < 4:
-                    assert one.result(60).step == step  # nobody will come back to it: it is written at once
+                    assert one.result(60).step == step  # no call will return to it: it is written at once
     for step, state in truth.items():
         same(state, store.load(step))
 
@@ -233,7 +233,7 @@ def test_a_handler_of_sigterm_that_calls_the_one_before(tmp_path: Path, kind: st
 
 
 def test_a_writer_that_cannot_settle_leaves_the_others_their_signal(tmp_path: Path) -> None:
-    """Whatever goes wrong with it; the order of the writers is nobody's."""
+    """Whatever its error; the order of the writers is undefined."""
 
     class Broken:
         def _settle(self) -> None:
@@ -266,7 +266,7 @@ def test_a_writer_that_cannot_settle_leaves_the_others_their_signal(tmp_path: Pa
 
 
 def test_a_handler_of_sigterm_that_took_the_place_of_ours(tmp_path: Path) -> None:
-    """It stays when the last writer is closed; the next writer is watched all the same."""
+    """It stays when the last writer is closed; the next writer is covered all the same."""
     store = ckptstore.open(tmp_path / "store", create=True)
     original = signal.getsignal(signal.SIGTERM)
     other = lambda *_: None  # noqa: E731

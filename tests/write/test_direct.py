@@ -1,4 +1,4 @@
-"""Saves that are copied straight into mapped segments: the same checkpoints, and no file is left of what failed."""
+"""Saves that are copied straight into mapped segments: the same checkpoints, and failed saves leave no file."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_values_that_outgrow_the_header(store: ckptstore.Store) -> None:
         save = writer.begin(state, 1, LAYERS, direct=True)
         state["step"] = "x" * 300_000
         save.finish(state).result(60)
-        writer.wait()  # what was given up is removed after the result is there
+        writer.wait()  # given-up segments are removed after the result is there
         assert len(segments(store)) == 1
         save = writer.begin(state, 2, LAYERS, direct=True)
         save.finish(state).result(60)
@@ -113,7 +113,7 @@ def test_values_that_outgrow_the_header(store: ckptstore.Store) -> None:
     assert len(segments(store)) == 2
 
 
-def test_what_it_is_not_for(store: ckptstore.Store, tmp_path: Path) -> None:
+def test_unsupported_uses(store: ckptstore.Store, tmp_path: Path) -> None:
     state = fresh_state()
     for other in (ckptstore.open(f"memory://{uuid.uuid4().hex}"), ckptstore.open(tmp_path / "plain")):
         with other.writer(poll_seconds=None) as writer:
@@ -129,7 +129,7 @@ def test_what_it_is_not_for(store: ckptstore.Store, tmp_path: Path) -> None:
             writer.save_async(state, step).result(60)
 
 
-def test_what_fails_leaves_no_file_and_the_next_commit_drops_it(store: ckptstore.Store) -> None:
+def test_a_failed_save_leaves_no_file_and_the_next_commit_drops_it(store: ckptstore.Store) -> None:
     state = fresh_state()
 
     class Broken(NumpySource):

@@ -1,6 +1,7 @@
-"""Saves in flight of which one fails: how many are given untold, which call raises, and that every lost step is named.
+"""Saves in flight of which one fails: how many are given before the error, which call raises, and that it names every
+lost step.
 
-For a writer of one process, for ranks, and for an agent, through their public interface alone.
+For a writer of one process, for ranks, and for an agent, only through their public interfaces.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.write.rank_threads import as_ranks
 
 @pytest.fixture(autouse=True)
 def warm_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How an agent begins is nothing that these tests are about."""
+    """These tests are not about the start of agents."""
     start_warm(monkeypatch)
 
 
@@ -56,7 +57,7 @@ def opened(kind: str, how: str, store: ckptstore.Store, in_flight: int) -> Any:
 
 
 class Medium:
-    """A store's folder whose segments can be taken away, for any process."""
+    """A store's folder whose segments can be removed, for any process."""
 
     def __init__(self, folder: Path) -> None:
         self._segments, self._away = folder / "seg", folder.with_name("away")
@@ -85,7 +86,7 @@ def said(error: BaseException) -> str:
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize(("kind", "how"), WRITERS)
-def test_what_is_given_and_lost_untold_is_bounded_and_named(
+def test_steps_given_before_the_error_are_bounded_and_named(
     tmp_path: Path, kind: str, how: str, in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, medium = ckptstore.open(tmp_path / "store"), Medium(tmp_path / "store")
@@ -94,7 +95,7 @@ def test_what_is_given_and_lost_untold_is_bounded_and_named(
 
     def late(key: str, size_hint: int) -> Any:
         if slow.is_set():
-            time.sleep(0.1)  # so that the next save waits for a place meanwhile
+            time.sleep(0.1)  # so that the next save waits for a slot meanwhile
         return open_sink(key, size_hint)
 
     monkeypatch.setattr(store.backend, "open_sink", late)
@@ -110,26 +111,26 @@ def test_what_is_given_and_lost_untold_is_bounded_and_named(
             except ckptstore.CkptError as error:
                 told = said(error)
                 break
-            # None is durable, and of none the caller knows: a kill now costs all of them.
+            # None is durable, and the caller knows the outcome of none: a kill now costs all of them.
             assert len(given) <= in_flight + ("diffs" in how)  # one batch of one
         lost = [one.step for one in given if one.exception() is not None]
         assert lost == [one.step for one in given]
         named = steps_in(told)
         assert len(named) == len(set(named)), told
-        # Two plain fulls of one process are written beside each other: either may fail first. All else is in turn.
+        # Two plain fulls of one process are written beside each other: either may fail first. All others go in turn.
         beside = how in ("fulls", "bounded") and kind != "rank" and in_flight > 1
         assert set(named) & ({2, 3} if beside else {2}), told
         assert set(named) <= set(lost)
         medium.heal()
         slow.clear()
-        again = lost[-1] + 1  # the call that was told did not begin its own step
+        again = lost[-1] + 1  # the call that raised did not begin its own step
         assert writer.save_async(state(again), again).result().step == again
     assert [info.step for info in store.checkpoints()] == [1, again]
 
 
 @pytest.mark.parametrize("kind", ["local", "rank", "agent"])
 def test_closing_names_every_lost_step(tmp_path: Path, kind: str) -> None:
-    """Also where the body of the with raises something else."""
+    """Also if the body of the with raises another error."""
     store, medium = ckptstore.open(tmp_path / "store"), Medium(tmp_path / "store")
     writer = opened(kind, "fulls", store, 2)
     writer.save(state(1), 1)
@@ -179,7 +180,7 @@ def test_one_dead_rank_is_waited_for_once(tmp_path: Path) -> None:
 
 
 def test_a_step_given_after_a_rank_was_missed_waits_for_it_again(tmp_path: Path) -> None:
-    """It may be there again."""
+    """It may be back."""
     back, missed = threading.Event(), threading.Event()
 
     def work(group: Group) -> str | None:
@@ -211,7 +212,7 @@ def checkpointer(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_a_checkpointer_names_every_lost_step_once(checkpointer: Any) -> None:
-    """Several fail in flight, and while the next one waits; each step that it does not name is in the store."""
+    """Several fail in flight, and while the next one waits; each step that the error does not name is in the store."""
     medium: Any = checkpointer.store.backend
     open_sink, asked = medium.open_sink, [0]
 

@@ -1,4 +1,4 @@
-"""A writer under rules of retention takes no more memory the longer it runs: it remembers what the rules keep."""
+"""A writer with retention rules needs no more memory the longer it runs: it remembers only the kept checkpoints."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import ckptstore
 from tests.forms import short_or
 
 BEGIN, EARLY, LATE = 96, 256, short_or(704, 2496)
-"""Saves after which it is looked at what they take, and after which that is read: by the first of them caches are full.
-A set of as many numbers is enlarged between the two."""
+"""Numbers of saves: tracing begins after the first, when caches are full; memory is read after the other two. A set of
+as many numbers is enlarged between the two readings."""
 MOST = 20.0
-"""Bytes that a save may leave behind. Where each step was kept as a number of its own, each left 40 and more.
-One reading differs from the next by about 5,000 B (slots that await their removal, caches): 11 B for each save here."""
+"""Bytes that a save may leave behind. When each step was kept as a separate number, each left 40 and more. One reading
+varies by about 5,000 B (slots that await their removal, caches), 11 B for each save of the short form."""
 
 
-def test_what_a_writer_remembers_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writers_memory_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptstore.formats.history.tables.MANY", 32)
     monkeypatch.setattr("ckptstore.write.commits._MANY_DROPPED", 32)
     for sync in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, sync, lambda _descriptor: None)  # no crash is what this is about
+        monkeypatch.setattr(os, sync, lambda _descriptor: None)  # this test is not about crashes
     found: dict[int, int] = {}
     store = ckptstore.open(tmp_path / "store")  # in memory the log would count, too
     with store.writer(keep=["last:10", "best:loss:2"], poll_seconds=None) as writer:
@@ -45,7 +45,7 @@ def test_what_a_writer_remembers_does_not_grow(tmp_path: Path, monkeypatch: pyte
 
 
 def held() -> int:
-    """Bytes that lines of the package have taken: what others take meanwhile (other threads, the tests) is not its."""
+    """Bytes that lines of the package have allocated; other code (other threads, the tests) does not count."""
     gc.collect()
     own = tracemalloc.Filter(inclusive=True, filename_pattern=f"{Path(ckptstore.__file__).parent}/*")
     return sum(one.size for one in tracemalloc.take_snapshot().filter_traces([own]).traces)

@@ -1,4 +1,4 @@
-"""Places of saves in flight: so many and no more, and a failure that nobody knows of is raised before one is taken."""
+"""Slots of saves in flight: a fixed number, and an unreported failure is raised before a slot is taken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptstore.write.saves.ledger import Failures
 
 
 def taken(places: Places) -> Place | None:
-    """A place, or None where none is free."""
+    """A slot, or None if none is free."""
     found: list[Place] = []
     thread = threading.Thread(target=lambda: found.append(places.take()[0]), daemon=True)
     thread.start()
@@ -39,7 +39,7 @@ def test_one_beyond_the_limit_waits_until_another_leaves() -> None:
     assert taken(places) is None, "a place that is left twice is one place"
 
 
-def test_a_failure_that_nobody_knows_of_is_raised_and_takes_no_place() -> None:
+def test_an_unreported_failure_is_raised_and_takes_no_slot() -> None:
     failures = Failures()
     places = Places(1, failures)
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""What the rules keep for good becomes a full, whoever writes: nothing that was retired stays stored for it."""
+"""Checkpoints that the rules keep for good become fulls, whoever writes: nothing retired stays stored for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.write.trainer import Trainer
 
 @pytest.fixture(autouse=True)
 def warm_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How an agent begins is nothing that these tests are about."""
+    """These tests are not about the start of agents."""
     start_warm(monkeypatch)
 
 
@@ -46,7 +46,7 @@ WRITERS: dict[str, dict[str, Any]] = {
 
 
 def check(store: Store, limit: float) -> None:
-    """Of what is kept for good each is restored with what is kept for good alone."""
+    """Each checkpoint that is kept for good is restored with such checkpoints alone."""
     infos = store.checkpoints()
     assert [info.step for info in infos] == [10, 20, 30, 40, 42, 43, 44, 45]
     catalog = store.view().catalog
@@ -136,7 +136,7 @@ def test_a_chain_ends_only_where_a_full_fits(tmp_path: Path, monkeypatch: pytest
 
 
 def test_when_space_is_short(tmp_path: Path) -> None:
-    """A full fits, three do not, and more checkpoints are retired than kept, by rules that are obeyed."""
+    """One full fits, three do not, and more checkpoints are retired than kept, by rules that are obeyed."""
 
     def catalog(steps: int) -> Catalog:
         store, model = ckptstore.open(tmp_path / str(steps)), Trainer(0, SIZES)
@@ -157,7 +157,7 @@ def test_when_space_is_short(tmp_path: Path) -> None:
     for change in ({"keep": ()}, {"damage": (1,)}, {"lost": found.term + 1}):
         assert not short_of_space(replace(found, **change), lambda: full), change
     assert short_of_space(replace(found, lost=found.term), lambda: full)
-    for steps in (1, 2):  # the chain is no longer than what is kept
+    for steps in (1, 2):  # the chain is no longer than the kept part
         assert not short_of_space(catalog(steps), lambda: full), steps
 
 
@@ -182,8 +182,8 @@ def test_rules_that_come_while_it_writes(tmp_path: Path) -> None:
     check(store, 12)
 
 
-def test_what_rules_cannot_free_is_said_once_with_its_size(tmp_path: Path) -> None:
-    """A tag in the middle of a chain, of which nobody knew."""
+def test_bytes_that_rules_cannot_free_are_reported_once(tmp_path: Path) -> None:
+    """A tag in the middle of a chain, of which the writer did not know."""
     model, store = Trainer(0, SIZES), ckptstore.open(tmp_path / "run")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -200,8 +200,8 @@ def test_what_rules_cannot_free_is_said_once_with_its_size(tmp_path: Path) -> No
     assert sum(one.size for one in store.view().catalog.segments.values()) < before / 3
 
 
-def test_chains_that_pass_are_not_told_of(tmp_path: Path) -> None:
-    """What `last` keeps stored for now goes when its window moves on."""
+def test_temporary_chains_are_not_reported(tmp_path: Path) -> None:
+    """Bases that `last` keeps stored for now go when its window moves on."""
     model, store = Trainer(0, SIZES), ckptstore.open(tmp_path / "run")
     with store.writer(keep=["last:5"], **WRITERS["diffs"]) as writer:
         for step in range(1, 120):

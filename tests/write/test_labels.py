@@ -1,4 +1,4 @@
-"""What is said of a checkpoint when it is saved: metadata and tags, in the record that commits it."""
+"""Labels of a checkpoint at its save: metadata and tags, in the record that commits it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_metadata_and_tags_come_back(store: ckptstore.Store) -> None:
     assert store.checkpoint("tag:first").metadata == SAID
 
 
-def test_what_is_no_json_but_a_number(store: ckptstore.Store) -> None:
+def test_numbers_without_a_json_form(store: ckptstore.Store) -> None:
     said = {"loss": torch.tensor(0.5), "step": np.int32(3), "nan": math.nan, "far": (-math.inf, np.float32(math.inf))}
     with store.writer() as writer:
         writer.save({"w": np.ones(5)}, 1, metadata=said)
@@ -78,7 +78,7 @@ for _ in range(40):
         ({"a": "x" * 16_400}, r"^metadata: 16,408 bytes of JSON, at most 16,384 are allowed"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_before_anything_is_written(
+def test_values_that_cannot_be_stored_are_refused_before_anything_is_written(
     store: ckptstore.Store, said: Any, why: str
 ) -> None:
     with store.writer() as writer:
@@ -112,7 +112,7 @@ def test_steps_of_a_batch_have_their_own_in_its_record(tmp_path: Path, wait: boo
     assert commits(store) == 4, "OPEN, the full, the batch, the term closed"
 
 
-def test_of_summed_steps_the_last_stands_for_all(tmp_path: Path) -> None:
+def test_of_summed_steps_the_last_represents_all(tmp_path: Path) -> None:
     trainer, store = Trainer(), ckptstore.open(tmp_path / "store")
     with store.writer(diffs=DiffOptions(batch=3, seconds=None, accumulate="sum"), poll_seconds=None) as writer:
         for step in range(1, 5):

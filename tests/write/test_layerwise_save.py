@@ -1,4 +1,4 @@
-"""A save whose snapshot is filled layer by layer: what it holds, whom it makes wait, and how it ends."""
+"""A save whose snapshot is filled layer by layer: its contents, its waits, and its ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def store() -> ckptstore.Store:
 
 
 class Held(NumpySource):
-    """A tensor whose copy waits in the middle until it is let go, or fails there."""
+    """A tensor whose copy waits in the middle until the test releases it, or fails there."""
 
     def __init__(self, array: Any, error: BaseException | None = None) -> None:
         super().__init__(array)
@@ -72,7 +72,7 @@ class Held(NumpySource):
         super().read(offset + middle, out[middle:])
 
 
-# ---------------------------------------------------------------------------------------------------- what it holds
+# ---------------------------------------------------------------------------------------------------- its contents
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_layer_that_changed_after_its_copy_is_copied_again(store: ckptstore.St
 
 
 def test_two_copies_of_a_layer_are_never_made_at_once(store: ckptstore.Store) -> None:
-    """The first, which is late, would put old bytes over the second's."""
+    """The first, which is late, would overwrite the second's bytes with old ones."""
     state = fresh_state()
     held = Held(np.zeros_like(state["b"]["w"]))
     change(state, "b.w")
@@ -194,10 +194,10 @@ def _arrays(state: dict[str, Any]) -> dict[str, Any]:
     return {"a.w": state["a"]["w"], "a.m": state["a"]["m"], "b.w": state["b"]["w"], "rest": state["rest"]}
 
 
-# ------------------------------------------------------------------------------------------------------- how it fails
+# ------------------------------------------------------------------------------------------------------- failures
 
 
-def test_what_cannot_be_begun(store: ckptstore.Store) -> None:
+def test_calls_that_cannot_begin(store: ckptstore.Store) -> None:
     state = fresh_state()
     with store.writer(poll_seconds=None) as writer:
         for layers, why in (
@@ -253,7 +253,7 @@ def test_an_error_of_a_copy_is_the_saves_and_not_the_gates(store: ckptstore.Stor
     same(store.load(1), state)
 
 
-def test_what_is_to_be_done_after_a_copy_fails_the_save(store: ckptstore.Store) -> None:
+def test_a_failed_callback_after_a_copy_fails_the_save(store: ckptstore.Store) -> None:
     state = fresh_state()
 
     def complain() -> None:
@@ -267,7 +267,7 @@ def test_what_is_to_be_done_after_a_copy_fails_the_save(store: ckptstore.Store) 
             save.finish().result(60)
         save = writer.begin(state, 2, LAYERS)
         save.ready("first", copied=complain)
-        save.ready("first")  # the first copy does not count any more
+        save.ready("first")  # the first copy no longer counts
         save.finish().result(60)
     assert [info.step for info in store.checkpoints()] == [2]
 
@@ -281,7 +281,7 @@ def test_an_abandoned_save_gives_step_and_memory_back(store: ckptstore.Store) ->
             assert held.reached.wait(60)
             threading.Timer(0.05, held.goes_on.set).start()
         assert not save.is_open
-        assert held.goes_on.is_set()  # nobody reads the layer any more
+        assert held.goes_on.is_set()  # no thread reads the layer any more
         save.abandon()
         writer.save_async(state, 1).result(60)
     same(store.load(1), state)
@@ -348,14 +348,14 @@ def test_interrupted_while_it_is_handed_on(store: ckptstore.Store, monkeypatch: 
             inside.interrupt_before_submit(writer, patch)
             with pytest.raises(KeyboardInterrupt):
                 save.finish()
-        assert held.goes_on.is_set()  # the memory is free, and nobody writes into it any more
+        assert held.goes_on.is_set()  # the memory is free, and no thread writes to it any more
         assert not save.is_open
         writer.begin(state, 1, LAYERS).finish().result(60)
     same(store.load(1), state)
 
 
 def _in_a_fork(save: Any, answer: Any) -> None:
-    waited = save.wait()  # would be for ever: the threads are the parent's
+    waited = save.wait()  # it would wait for ever: the threads are the parent's
     try:
         save.ready("first")
     except ckptstore.WriterClosedError:
@@ -364,7 +364,7 @@ def _in_a_fork(save: Any, answer: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_fork_waits_for_nobody(store: ckptstore.Store) -> None:
+def test_a_fork_waits_for_nothing(store: ckptstore.Store) -> None:
     state = fresh_state()
     held = Held(state["b"]["w"])
     context = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""Steps that were not saved, on errors: each named once, by the error that stopped it."""
+"""Unsaved steps in errors: each is named once, by the error that stopped it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def notes(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", ()))
 
 
-def test_what_became_of_steps() -> None:
+def test_the_outcomes_of_steps() -> None:
     assert lost_steps(StorageError("full"), [3]) == "step 3 was not saved"
     assert lost_steps(StorageError("full"), [3, 4]) == "steps 3 and 4 were not saved"
 
 
 @pytest.mark.parametrize("kind", [CommitUnknownError, AgentLostError, AgentSilentError])
-def test_what_may_be_saved_is_not_called_lost(kind: type[Exception]) -> None:
+def test_steps_that_may_be_saved_are_not_called_lost(kind: type[Exception]) -> None:
     assert lost_steps(kind("gone"), [3, 4]) == "steps 3 and 4 may or may not have been saved"
 
 
@@ -35,13 +35,13 @@ def test_steps_that_an_error_names_are_not_named_again() -> None:
     named = StorageError("step 12: full")
     name_steps(named, [12])
     assert notes(named) == []
-    name_steps(named, [1])  # which its text has the beginning of
+    name_steps(named, [1])  # its text shows the beginning of the list
     assert notes(named) == ["step 1 was not saved"]
     name_steps(named, [1])
     assert notes(named) == ["step 1 was not saved"]
 
 
-def test_what_closing_raised_is_noted_on_the_error_of_the_body() -> None:
+def test_errors_of_closing_are_notes_on_the_error_of_the_body() -> None:
     body, lost = KeyError("own"), StorageError("full")
     name_steps(lost, [7])
     note_lost(body, "file:///run", lost)

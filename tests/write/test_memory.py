@@ -1,4 +1,4 @@
-"""`memory=` with deltas and step diffs: the same bytes are stored, through little memory, whatever goes wrong."""
+"""`memory=` with deltas and step diffs: the same bytes are stored, with little memory, whatever fails."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_deltas_are_stored_as_without(options: DeltaOptions) -> None:
 
 
 def test_a_step_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that may be longer than a segment is divided before anything is coded."""
+    """A step that may be longer than a segment is divided before anything is encoded."""
     write = fed_steps.FedStep.write
     monkeypatch.setattr(fed_steps.FedStep, "write", lambda self, *what: write(self, *what, limit=1_000_000))
     store, truth = train(6, DiffOptions(full_every=9), {}, memory=LEAST)
@@ -128,7 +128,7 @@ def test_a_step_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tensors_longer_than_a_chunk_and_their_half_precision_copies() -> None:
-    """The least memory holds a chunk and the part of the master that it is derived from."""
+    """The least memory holds a chunk and the part of the master from which it is derived."""
     rng = np.random.default_rng(0)
     master = rng.normal(0, 0.02, 8 * MIB + 1000).astype("<f4")
     truth, store = {}, new()
@@ -164,7 +164,7 @@ def test_one_state_is_held_beside_the_budget() -> None:
 
 
 @pytest.mark.parametrize("mode", ["diffs", "deltas"])
-def test_what_a_process_takes(tmp_path: Path, mode: str) -> None:
+def test_the_memory_of_a_process(tmp_path: Path, mode: str) -> None:
     """Without `memory` it is nearly three times the state."""
     script = _PEAK.format(path=str(tmp_path / "store"), mode=mode, memory=64 * MIB)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
@@ -178,7 +178,7 @@ def test_what_a_process_takes(tmp_path: Path, mode: str) -> None:
 def test_memory_of_what_stays_is_touched_with_that_of_the_first_save(options: dict[str, Any], copies: int) -> None:
     state = {"a": np.ones(32 * MIB, np.uint8)}
     with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(poll_seconds=None, **options) as writer:
-        gc.collect()  # else what other tests have left may go meanwhile
+        gc.collect()  # otherwise memory that other tests have left may be freed meanwhile
         before = resident()
         writer.prepare(state)
         until = time.monotonic() + 60
@@ -188,7 +188,7 @@ def test_memory_of_what_stays_is_touched_with_that_of_the_first_save(options: di
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -237,13 +237,13 @@ print((figure("VmHWM") - own) / size)
 
 
 def adam(value: float, count: int) -> tuple[dict[str, Any], list[Update]]:
-    """A parameter of so many numbers with its moments, and what is said of its step."""
+    """A parameter of so many numbers with its moments, and the update of its step."""
     state = {name: np.full(count, value, "<f4") for name in ("w", "m", "v")}
     gradient = NumpySource(np.full(count, 1e-3, "<f4"))
     return state, [Update(("w", "m", "v"), optim.AdamW(), optim.Step(count=1, lr=1e-3), gradient)]
 
 
-def test_too_little_memory_for_what_is_coded_at_once_is_said() -> None:
+def test_too_little_memory_for_one_unit_is_reported() -> None:
     """Three slots and the gradient of a chunk of numbers: 64 MiB."""
     store = new()
     rng = np.random.default_rng(0)
@@ -259,7 +259,7 @@ def test_too_little_memory_for_what_is_coded_at_once_is_said() -> None:
                 continue
             with pytest.raises(ckptstore.UsageError, match=said):
                 (writer.save_async if step == 2 else writer.save)(state, step, updates=updates)
-            writer.wait()  # says nothing of it
+            writer.wait()  # does not warn of it
     assert [info.step for info in store.checkpoints()] == [1, 3]
     assert ckptstore.verify(store).ok
 
@@ -282,7 +282,7 @@ def test_tensors_that_come_go_and_change_their_size() -> None:
                 "kind": np.zeros(40, ("<f4", "<i8")[step % 2]),
             }
             if step >= 5:
-                state["large"] = rng.standard_normal(20_000)  # more than one byte in sixteen: laid out anew
+                state["large"] = rng.standard_normal(20_000)  # more than one byte in sixteen: the layout is new
             truth[step] = state
             kinds.append(writer.save(dict(state), step).kind)
     assert kinds == ["full", *["gradient"] * 3, "full", *["gradient"] * 3]
@@ -290,7 +290,7 @@ def test_tensors_that_come_go_and_change_their_size() -> None:
 
 
 def test_a_payload_that_is_too_long_makes_the_step_a_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that an optimizer did not move as it said is found out when the one before has been written."""
+    """A chunk that an optimizer moved otherwise than it reported is detected when the one before has been written."""
     rng = np.random.default_rng(0)
     truth: dict[int, Any] = {}
     kinds = []
@@ -310,7 +310,7 @@ def test_a_payload_that_is_too_long_makes_the_step_a_full(monkeypatch: pytest.Mo
     check(store, truth)
 
 
-# -- what goes wrong
+# -- failures
 
 
 class Broken:
@@ -327,7 +327,7 @@ class Broken:
         return None
 
     def read(self, offset: int, out: Any) -> None:
-        if self.fails and len(out) > MIB // 2:  # what is looked at beforehand is less
+        if self.fails and len(out) > MIB // 2:  # the part that is examined beforehand is smaller
             raise ZeroDivisionError
         self._source.read(offset, out)
 
@@ -354,7 +354,7 @@ def broken(state: dict[str, Any], name: str | None = None) -> FlatState:
 
 
 @pytest.mark.parametrize("mode", OPTIONS)
-def test_a_copy_that_fails_is_told_once_and_the_next_save_is_a_full(mode: str) -> None:
+def test_a_failed_copy_is_reported_once_and_the_next_save_is_a_full(mode: str) -> None:
     store = new()
     with store.writer(memory=LEAST, poll_seconds=None, **OPTIONS[mode]) as writer:
         writer.save_async(broken(big(1)), 1)
@@ -362,7 +362,7 @@ def test_a_copy_that_fails_is_told_once_and_the_next_save_is_a_full(mode: str) -
         for _ in range(2):  # a delta or a diff, then a full: its step may be given again
             with pytest.raises(ZeroDivisionError):
                 writer.save_async(broken(big(3), "w2"), 3)
-            writer.wait()  # says nothing of it
+            writer.wait()  # does not report it
         assert writer.save(broken(big(3)), 3).kind == "full"
         assert writer.save(big(4), 4).kind in ("delta", "gradient")
     check(store, {step: big(step) for step in range(1, 5)})
@@ -371,7 +371,7 @@ def test_a_copy_that_fails_is_told_once_and_the_next_save_is_a_full(mode: str) -
 
 @pytest.mark.parametrize("mode", OPTIONS)
 def test_a_medium_that_fails_midway(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base is overwritten in part by then: it is none any more."""
+    """The base is partly overwritten by then: it is no base any more."""
     medium = Medium(monkeypatch, 40, held=False)
     store = new()
     truth: dict[int, Any] = {}
@@ -390,14 +390,14 @@ def test_a_medium_that_fails_midway(mode: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def random(step: int) -> dict[str, Any]:
-    """A state of which the half changes to what nobody could have coded away."""
+    """A state of which half changes incompressibly."""
     rng = np.random.default_rng(step)
     return {"same": np.ones(4 * MIB, "<f4"), "other": rng.integers(0, 1 << 32, 4 * MIB, np.uint32)}
 
 
 @pytest.mark.parametrize("mode", ["deltas", "diffs"])
-def test_a_slow_medium_gets_what_was_coded(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stored as it is outlives the memory that it was copied to."""
+def test_a_slow_medium_gets_the_encoded_bytes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompressed data outlives the memory that it was copied to."""
     Medium(monkeypatch, 9, held=False).delay = 0.05
     store = new()
     truth: dict[int, Any] = {}
@@ -411,7 +411,7 @@ def test_a_slow_medium_gets_what_was_coded(mode: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("mode", OPTIONS)
-def test_what_cannot_be_coded_fails_the_save_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unencodable_tensor_fails_only_its_save(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = new()
     truth: dict[int, Any] = {}
     with store.writer(memory=LEAST, poll_seconds=None, **OPTIONS[mode]) as writer:
@@ -440,7 +440,7 @@ def test_what_cannot_be_coded_fails_the_save_alone(mode: str, monkeypatch: pytes
     check(store, truth)
 
 
-def test_what_waits_for_its_batch_outlives_a_step_that_fails() -> None:
+def test_waiting_steps_survive_a_failed_step() -> None:
     """Its digests are of its own bytes, not of memory that the failed step has begun to overwrite."""
     store = new()
     truth: dict[int, Any] = {}
@@ -497,7 +497,7 @@ def test_saves_of_several_threads_wait_for_their_turn(mode: str) -> None:
             threads.append(threading.Thread(target=saver(writer, dict(truth[step]), step, given)))
             threads[-1].start()
             assert given.wait(60)
-            time.sleep(0.02)  # most of them meet in this order; those that do not are refused
+            time.sleep(0.02)  # most of them meet in this order; the others are refused
         for thread in threads:
             thread.join()
     stored = [info.step for info in store.checkpoints()]
@@ -540,7 +540,7 @@ def test_layers_are_no_units() -> None:
 
 
 def test_ctrl_c_while_it_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer's tensors are its own again when it raises, and the step may be given again."""
+    """The trainer owns its tensors again when it raises, and the step may be given again."""
     medium = Medium(monkeypatch, 20, held=False)
     store = new()
     truth = {1: random(1), 2: random(2), 3: random(3)}

@@ -1,4 +1,4 @@
-"""The policy by itself: which orders it gives for what was stored before. No store, no threads."""
+"""The policy alone: its orders for given earlier saves. No store, no threads."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_batch_ends_when_it_is_full_when_a_step_cannot_wait_or_by_its_bytes() 
     assert [policy.too_large(nbytes) for nbytes in (100, 101)] == [False, True]
 
 
-def test_what_waits_builds_on_what_cannot_be_restored_any_more_and_keeps_it() -> None:
+def test_waiting_steps_keep_a_base_that_was_retired() -> None:
     policy = OrderPolicy(diffs=DiffOptions(batch=9))
     policy.begin_steps(name(1), FULL, 1.0)
     assert policy.step_order(2, never, waiting=0) is None
@@ -136,7 +136,7 @@ def test_a_step_that_is_lost_ends_sums_alone() -> None:
 
 
 class Controlled:
-    """A controller that says what it was told."""
+    """A controller that records its inputs."""
 
     def __init__(self) -> None:
         self.said: list[object] = []
@@ -156,7 +156,7 @@ class Controlled:
         self.interval, self.batch = 9, 5
 
 
-def test_a_controller_is_told_of_fulls_and_decides() -> None:
+def test_a_controller_gets_the_costs_of_fulls_and_decides() -> None:
     now = [10.0]
     controller = Controlled()
     policy = OrderPolicy(diffs=DiffOptions(controller=controller), clock=lambda: now[0])
@@ -180,7 +180,7 @@ def test_a_controller_is_told_of_fulls_and_decides() -> None:
     st.lists(st.tuples(st.sampled_from(["save", "save", "save", "fail", "restart", "retired"]), st.integers(1, 1100))),
 )
 def test_two_policies_that_follow_the_same_orders_agree(interval: int, form: str, life: list[tuple[str, int]]) -> None:
-    """So another rank's is as rank 0's: what is named as base was kept and not forgotten, on both."""
+    """So another rank's agrees with rank 0's: on both the named base was kept and not forgotten."""
     options = DeltaOptions(interval=interval, form=form)  # type: ignore[arg-type]
     asked, told = OrderPolicy(options), OrderPolicy(options)
     kept: set[CheckpointId] = set()

@@ -55,7 +55,7 @@ def test_deltas_of_ranks_are_restored_bit_for_bit(tmp_path: Path, deltas: Any, a
     assert store.verify(deep=True).ok
 
 
-def test_a_base_that_a_rank_cannot_keep_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_that_a_rank_cannot_keep_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, short = ResidentBases.settle, [True]
 
     def settle(self: ResidentBases, order: Any, identity: Any, *arguments: Any) -> bool:
@@ -147,7 +147,7 @@ def test_after_a_failed_step_and_after_a_change_of_tensors_a_full_follows(tmp_pa
 
 
 def test_a_rank_that_gave_a_step_up_lets_go_of_its_base(tmp_path: Path) -> None:
-    """Rank 0 has let go of its own when the next full comes, and cannot name it."""
+    """Rank 0 has dropped its own when the next full comes, and cannot name it."""
 
     def work(group: Group) -> list[str]:
         kinds = []
@@ -169,7 +169,7 @@ def test_a_rank_that_gave_a_step_up_lets_go_of_its_base(tmp_path: Path) -> None:
 def test_a_later_step_that_fails_takes_no_base_from_the_one_that_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody asks for the base to be retired while a delta is made, and the step after that is given up meanwhile."""
+    """A request to retire the base comes while a delta is made, and the step after that is given up meanwhile."""
     store = ckptstore.open(tmp_path)
     ordered, asked = threading.Event(), threading.Event()
 
@@ -218,8 +218,8 @@ def test_a_base_that_was_retired_is_built_on_no_more(tmp_path: Path) -> None:
     assert_same(ckptstore.open(tmp_path).load(3, rank=1), drifting(1, 3))
 
 
-def test_after_everything_was_retired_and_dropped_the_next_step_begins_anew(tmp_path: Path) -> None:
-    """A delta against what is gone could never be committed."""
+def test_after_everything_was_retired_and_dropped_the_next_step_is_a_full(tmp_path: Path) -> None:
+    """A delta against a missing base could never be committed."""
 
     def work(group: Group) -> list[str]:
         store = ckptstore.open(tmp_path)
@@ -281,7 +281,7 @@ def test_shards_build_on_the_same_shards_in_the_store(tmp_path: Path) -> None:
 
 
 def test_a_damaged_base_of_a_rank_fails_one_step_on_all_ranks(tmp_path: Path) -> None:
-    """The step cannot become a full where the other ranks have written deltas; the next one is a full."""
+    """The step cannot become a full because the other ranks have written deltas; the next one is a full."""
 
     def work(group: Group) -> list[str]:
         options = ckptstore.DeltaOptions(memory=0 if group.rank else None)

@@ -88,7 +88,7 @@ def test_every_step_of_replicas_comes_back(
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_replicas_cost_what_one_process_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
-    """A parameter and its moments are with one rank, cut alike: else they would be differences, much larger."""
+    """A parameter and its moments are with one rank, cut alike: otherwise they would be differences, much larger."""
     if cut:
         monkeypatch.setattr("ckptstore.write.ranks.division.CUT_FROM", 4096)
     as_ranks(3, replicas(tmp_path / "ranks", DiffOptions(), 5))
@@ -127,7 +127,7 @@ def rows_of(group: Group, whole: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 
 def sharded(group: Group, model: Trainer) -> tuple[FlatState, list[Update]]:
-    """The state of which this rank has rows, as under FSDP; and what its optimizer did to them."""
+    """The state of which this rank has rows, as under FSDP; and its optimizer's updates."""
     flat = flatten(model.state())
     for name, source in list(flat.tensors.items()):
         if not name.startswith(("model", "master", "m.", "v.")) or source.shape in ((3,), (1,)):
@@ -199,7 +199,7 @@ def test_a_step_saved_at_once_ends_its_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("who", [(0,), (2,), (0, 1, 2)])
-def test_whoever_asks_for_a_result_ends_the_batch(tmp_path: Path, who: tuple[int, ...]) -> None:
+def test_waiting_for_a_result_ends_the_batch(tmp_path: Path, who: tuple[int, ...]) -> None:
     def work(group: Group) -> None:
         model = trainer()
         options = DiffOptions(batch=10, seconds=None)
@@ -219,7 +219,7 @@ def test_whoever_asks_for_a_result_ends_the_batch(tmp_path: Path, who: tuple[int
         same(store.load(step), truth)
 
 
-def test_a_batch_waits_no_longer_than_is_said(tmp_path: Path) -> None:
+def test_a_batch_waits_no_longer_than_its_limit(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         model = trainer()
         options = DiffOptions(batch=10, seconds=0.3)
@@ -269,10 +269,10 @@ def test_a_tag_and_a_request_write_what_waits(tmp_path: Path) -> None:
     ],
     ids=["waiting", "batch", "delta"],
 )
-def test_what_is_built_on_is_not_retired_before_that_is_committed(
+def test_a_base_is_not_retired_before_its_steps_are_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], when: str
 ) -> None:
-    """Somebody asks for that while steps wait for their batch, while it is written, and while a delta is."""
+    """A request for that comes while steps wait for their batch, while it is written, and while a delta is."""
     asked: list[requests.Request] = []
     answered = threading.Event()
 
@@ -325,7 +325,7 @@ def test_a_replica_that_diverged_is_found_in_its_batch(tmp_path: Path, batch: in
                     state["master"]["wide"][7, 7] += 1
                 pending.append(writer.save_async(state, step))
                 if step == max(lost):
-                    for one in reversed(pending):  # what was asked for is not raised by the next call
+                    for one in reversed(pending):  # the next call does not raise an error that was reported
                         one.exception()
             for one in pending:
                 error = one.exception()
@@ -343,7 +343,7 @@ def test_a_replica_that_diverged_is_found_in_its_batch(tmp_path: Path, batch: in
     store = ckptstore.open(tmp_path)
     for info in store.checkpoints():
         same(store.load(info.ref), truths(8)[info.step])
-    assert len(store.gc().segments) == (2 if batch == 1 else 0)  # rank 0 had found it before it wrote
+    assert len(store.gc().segments) == (2 if batch == 1 else 0)  # rank 0 had detected it before it wrote
 
 
 def test_a_state_that_one_rank_cannot_store_costs_no_batch(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_a_state_that_one_rank_cannot_store_costs_no_batch(tmp_path: Path) -> No
                 try:
                     told.append(writer.save_async(state, step, updates=model.updates()))
                     if step in (3, 6):
-                        told[-1].exception()  # else the next call raises it
+                        told[-1].exception()  # otherwise the next call raises it
                 except UnsupportedStateError:
                     told.append(None)
         outcomes = []
@@ -396,7 +396,7 @@ def test_a_rank_that_cannot_code_a_step_fails_its_batch_on_all(tmp_path: Path, m
                 own = model.state() | ({"step": step + 100} if group.rank == 1 else {})
                 pending.append(writer.save_async(own, step, updates=model.updates()))
                 if step == 3:
-                    pending[-1].exception()  # else the next call raises it
+                    pending[-1].exception()  # otherwise the next call raises it
                     pending[-2].exception()
             return [
                 one.result().kind if (error := one.exception()) is None else type(error).__name__ for one in pending
@@ -487,7 +487,7 @@ def test_nothing_is_left_in_the_mailbox(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_gradients_are_summed_up_as_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
-    """Each rank sums those of its share up. Together they are, bit for bit, the state that one process stores."""
+    """Each rank sums the gradients of its share. Together they are, bit for bit, the state that one process stores."""
     if cut:
         monkeypatch.setattr("ckptstore.write.ranks.division.CUT_FROM", 4096)
     options = DiffOptions(batch=4, accumulate="sum", seconds=None)
@@ -531,7 +531,7 @@ def test_gradients_are_summed_up_as_in_one_process(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("how", ["gradient", "state"])
 def test_no_sum_lacks_a_step_that_failed(tmp_path: Path, culprit: int, how: str) -> None:
-    """A gradient that is missing fails its batch; a state that cannot be stored fails alone. A full follows either."""
+    """A missing gradient fails its batch; a state that cannot be stored fails alone. A full follows either."""
     options = DiffOptions(batch=4, accumulate="sum", seconds=None)
 
     def work(group: Group) -> None:
@@ -558,7 +558,7 @@ def test_no_sum_lacks_a_step_that_failed(tmp_path: Path, culprit: int, how: str)
     same(ckptstore.open(tmp_path).load(5), truths(5)[5])
 
 
-def test_what_does_not_fit_together_is_said_before_anything_is_saved(tmp_path: Path) -> None:
+def test_inconsistent_options_are_reported_before_anything_is_saved(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         how: dict[str, Any] = {"diffs": DiffOptions()} if group.rank == 0 else {}
         with pytest.raises(CkptError, match=r"rank 0 was opened with diffs=, rank 1 with neither"):

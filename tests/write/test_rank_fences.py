@@ -1,4 +1,4 @@
-"""A term of many ranks that is over: nothing more of it is written than what was on its way."""
+"""A term of many ranks that is over: nothing more of it is written except saves that were in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def segments(path: Path) -> set[str]:
     return {key.rpartition("/")[2].partition(".")[0] for key in ckptstore.open(path).backend.list("seg/0000000001/")}
 
 
-def test_what_was_handed_in_when_the_term_ended_gets_no_tree(tmp_path: Path) -> None:
+def test_shares_sent_when_the_term_ended_get_no_tree(tmp_path: Path) -> None:
     box = LocalMailbox()
     there = box.keys
 
@@ -92,7 +92,7 @@ def test_a_batch_is_not_written_once_the_term_is_known_to_be_over(tmp_path: Path
 def test_a_term_whose_last_batch_was_not_committed_is_not_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The medium has room for what says that the writer was closed, and not for the batch."""
+    """The medium has space for the record that the writer was closed, and not for the batch."""
     monkeypatch.setattr(Patience, "pause", lambda _patience, _done: None)
 
     def work(group: Group) -> None:
@@ -124,8 +124,8 @@ def test_a_term_whose_last_batch_was_not_committed_is_not_closed(
         begin_a_term(tmp_path)
 
 
-def test_what_is_not_there_when_rank_0_looks_is_not_committed(tmp_path: Path) -> None:
-    """As where another rank writes to a disk of its own: its share would be missing from what all acknowledge."""
+def test_shares_missing_when_rank_0_checks_are_not_committed(tmp_path: Path) -> None:
+    """As when another rank writes to its own disk: its share would be missing from the acknowledged checkpoint."""
     box = LocalMailbox()
 
     def work(group: Group) -> None:

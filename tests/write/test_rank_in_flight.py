@@ -1,4 +1,4 @@
-"""`max_in_flight` bounds what is not durable, on every rank: so it bounds what a kill can cost."""
+"""`max_in_flight` bounds the steps that are not durable, on every rank: so it bounds the loss of a kill."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def state(rank: int, step: int) -> dict[str, Any]:
 def test_no_more_saves_than_that_are_given_and_not_durable(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a medium that is slow to commit, which is what bounds nothing if shares alone are waited for."""
+    """On a medium that is slow to commit: waiting only for shares would bound nothing there."""
     create = LocalBackend.create
 
     def late(self: LocalBackend, key: str, data: bytes) -> Any:
@@ -70,7 +70,7 @@ def test_no_more_saves_than_that_are_given_and_not_durable(
     assert max(most) <= bound
     assert max(one.in_flight for rank in told for one in rank) <= bound + 1  # one more while it waits
     for rank in told:
-        # The wait is said: with batches only now and then, as the medium is asked once for three steps.
+        # The wait is reported: with batches only now and then, as the medium is asked once for three steps.
         assert len(rank) == 24
         assert sum(one.waited for one in rank) > 0.05
         assert all(one.waited <= one.stall for one in rank)
@@ -79,14 +79,14 @@ def test_no_more_saves_than_that_are_given_and_not_durable(
 @settings(max_examples=short_or(8, 40), deadline=None)
 @given(st.sampled_from(sorted(HOW)), st.integers(1, 4), st.integers(2, 4), st.integers(0, 2**32))
 def test_it_is_so_for_any_ranks_that_take_their_time(how: str, in_flight: int, size: int, seed: int) -> None:
-    """Whoever is slow, and whatever is waited for in between."""
+    """Whichever rank is slow, and whatever is waited for in between."""
     most = [0] * size
     url = f"memory://{uuid.uuid4().hex}"
     bound = in_flight + (BATCH if "diffs" in how else 0)
 
     def work(group: Group) -> None:
         chance = random.Random(seed + group.rank)
-        together = random.Random(seed)  # what all do alike
+        together = random.Random(seed)  # common to all
         options = HOW[how] | {"max_in_flight": in_flight}
         with ckptstore.open(url).writer(group=group, ranks=RankOptions(120), **options) as writer:
             pending = []
@@ -133,14 +133,14 @@ def test_a_save_waits_for_another_rank_s_part_of_the_one_before(tmp_path: Path, 
 
 
 def test_a_step_that_fails_leaves_its_place(tmp_path: Path) -> None:
-    """Else the second save after it would wait for ever."""
+    """Otherwise the second save after it would wait for ever."""
 
     def work(group: Group) -> list[str]:
         found = []
         how: dict[str, Any] = {"max_in_flight": 1, "ranks": RankOptions(120)}
         with ckptstore.open(tmp_path / "store").writer(group=group, **how) as writer:
             for step in range(1, 7):
-                # Every other step another replica diverges.
+                # In every other step another replica diverges.
                 diverged = step % 2 * group.rank
                 pending = writer.save_async({"weight": np.full(10, step + diverged)}, step)
                 error = pending.exception()
@@ -206,7 +206,7 @@ def lost(folder: Path) -> int:
 
 
 def given(folder: Path, rank: int) -> int:
-    """The newest step that a rank has given, as it noted."""
+    """The newest step that a rank has given, by its notes."""
     place = folder / f"given-{rank}"
     lines = place.read_text().split() if place.exists() else []
     return int(lines[-1]) if lines else 0

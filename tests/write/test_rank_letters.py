@@ -1,4 +1,4 @@
-"""A letter that comes between two looks at the mailbox: it is not taken for the one that was there at the first."""
+"""A message that arrives between two looks at the mailbox: it is not mistaken for the earlier one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BATCH = DiffOptions(batch=2, seconds=None)
 
 
 class Crossing(LocalMailbox):
-    """Who gets the letter `first` has it just before `second` is there: a slow network, and no chance."""
+    """The receiver gets the message `first` just before `second` arrives: as on a slow network, but reliably."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_a_batch_that_rank_0_cannot_write_once_its_states_are_known(tmp_path: Pa
     def work(group: Group) -> list[str]:
         model, store = trainer(), ckptstore.open(tmp_path)
         told: list[str] = []
-        # Three in flight: else no save waits for the next one, and each batch has one step.
+        # Three in flight: otherwise no save waits for the next one, and each batch has one step.
         with store.writer(group=group, ranks=OPTIONS, diffs=BATCH, max_in_flight=3, poll_seconds=None) as writer:
             pending: list[Any] = []
             for step in (1, 2, 3):
@@ -108,7 +108,7 @@ def test_a_batch_that_rank_0_gives_up_while_others_wait_to_hear_how_the_next_ste
                 own = model.state() | {"step": 100 + group.rank}
                 if step == 4 and group.rank == 0:
                     for one in pending:
-                        one.exception()  # else the next call raises it
+                        one.exception()  # otherwise the next call raises it
                 pending.append(writer.save_async(own, step, updates=model.updates()))
             return ["lost" if one.exception() is not None else one.result().kind for one in pending]
 
@@ -117,7 +117,7 @@ def test_a_batch_that_rank_0_gives_up_while_others_wait_to_hear_how_the_next_ste
 
 
 class Mute(LocalMailbox):
-    """Rank 0 loses its connection as it says that step 2 is committed; then hours pass."""
+    """Rank 0 loses its connection as it reports that step 2 is committed; then hours pass."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -133,9 +133,9 @@ class Mute(LocalMailbox):
 def test_a_rank_that_does_not_hear_what_became_of_its_step_drops_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was committed: to name its segments in a later drop would leave it without them."""
+    """It was committed: naming its segments in a later drop would delete them."""
     clock = Clock(monkeypatch)
-    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # rank 1 says none
+    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # rank 1 reports none
     given_up = threading.Event()
 
     def work(group: Group) -> None:
@@ -158,7 +158,7 @@ def test_a_rank_that_does_not_hear_what_became_of_its_step_drops_nothing_of_it(
 
 
 class Forged(LocalMailbox):
-    """What rank 1 hands in of step 1 is another letter when it arrives."""
+    """Rank 1's message about step 1 is replaced on arrival."""
 
     def __init__(self, change: Callable[[RankPart], RankPart]) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def test_a_part_that_is_not_what_was_agreed_is_not_committed(
 
 
 class Short(LocalMailbox):
-    """What rank 1 hands in of a batch lacks the last step when it arrives."""
+    """Rank 1's message about a batch lacks the last step on arrival."""
 
     def set(self, key: str, value: bytes) -> None:
         if key.endswith("/3.0/share/1"):
@@ -241,7 +241,8 @@ def test_a_rank_that_has_fewer_steps_of_a_batch_is_named_and_nothing_of_it_is_co
 
 
 def test_a_step_that_one_rank_could_not_write_may_be_given_again(tmp_path: Path) -> None:
-    """Its letters are not taken for those of the first attempt, and nobody builds on what only some have."""
+    """Its messages are not mistaken for those of the first attempt, and no save builds on steps that only some ranks
+    have."""
     ranks = RankOptions(timeout=120, per_rank="rng")
 
     def work(group: Group) -> list[str]:
@@ -264,4 +265,4 @@ def test_a_step_that_one_rank_could_not_write_may_be_given_again(tmp_path: Path)
     log = [store.backend.get(key) for key in store.backend.list("log/")]
     assert store.view().catalog.dropped
     for gone in store.view().catalog.dropped:
-        assert sum(gone.encode() in slot for slot in log) == 1, "what was begun in vain is dropped, once"
+        assert sum(gone.encode() in slot for slot in log) == 1, "the segment of the failed attempt is dropped, once"

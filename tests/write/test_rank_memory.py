@@ -1,4 +1,4 @@
-"""`memory=` with `group=`: what ranks store through little memory is what they store without, whatever goes wrong.
+"""`memory=` with `group=`: ranks store the same with little memory as without a limit, whatever fails.
 
 Threads as ranks, numpy tensors; at the end real process groups (gloo), whose memory is measured.
 """
@@ -45,9 +45,9 @@ CODED: dict[str, dict[str, Any]] = {
     "batch": {"diffs": DiffOptions(full_every=6, batch=3)},
 }
 DIFFERENT = ("plain", "deltas", "batch")
-"""Of these each goes another way through the writer; the others are forms of them."""
+"""Each of these takes another path through the writer; the others are variants of them."""
 IN_TURN = [mode if mode in DIFFERENT else pytest.param(mode, marks=long_only) for mode in CODED]
-"""All modes; in CI those that are different."""
+"""All modes; in CI only the different ones."""
 
 
 def rows(group: Group, whole: np.ndarray[Any, Any]) -> tuple[slice, int]:
@@ -63,7 +63,7 @@ def box(group: Group, whole: np.ndarray[Any, Any]) -> BoxSource:
 
 
 def stored(store: ckptstore.Store, step: int) -> list[Any]:
-    """What the segments of each rank hold of a step: places, lengths, hashes, codecs, digests."""
+    """Each rank's segments of a step: places, lengths, hashes, codecs, digests."""
     return [doc.tensors[step] for _, doc in store.describe(step) if step in doc.tensors]
 
 
@@ -117,10 +117,10 @@ def test_sparse_gradients_are_taken_as_a_whole(tmp_path: Path) -> None:
         same(bounded.load(step), truth)
 
 
-@functools.lru_cache(maxsize=4)  # each rank asks for it, and who compares
+@functools.lru_cache(maxsize=4)  # each rank requests it, and so does the comparing reader
 def _large(step: int) -> np.ndarray[Any, Any]:
     bits = np.random.default_rng(step).integers(0, 1 << 32, (7, 4, MIB), np.uint32)
-    bits[:, 0] = 7  # what does not change
+    bits[:, 0] = 7  # the unchanged part
     bits.flags.writeable = False
     return bits
 
@@ -138,8 +138,8 @@ def parts(group: Group, whole: dict[str, np.ndarray[Any, Any]]) -> FlatState:
 
 
 @pytest.mark.parametrize("mode", ["plain", "deltas"])
-def test_a_share_larger_than_its_memory_is_waited_for_and_said(tmp_path: Path, mode: str) -> None:
-    """Of every rank no more than the budget is taken, and training may change the state when the call returns."""
+def test_a_share_larger_than_its_memory_waits_with_a_warning(tmp_path: Path, mode: str) -> None:
+    """Each rank uses no more than the budget, and training may change the state when the call returns."""
     truth = {step: large(step) for step in (1, 2, 3)}
     told: dict[int, list[SaveMetrics]] = {0: [], 1: []}
 
@@ -167,11 +167,11 @@ def test_a_share_larger_than_its_memory_is_waited_for_and_said(tmp_path: Path, m
         assert {one.nbytes for one in metrics} <= {3 * 16 * MIB, 4 * 16 * MIB}  # of its share
 
 
-# -- what goes wrong
+# -- failures
 
 
 class Broken:
-    """A tensor that cannot be copied while `error` is there."""
+    """A tensor that cannot be copied while `error` is set."""
 
     def __init__(self, array: Any, error: type[BaseException] | None = None) -> None:
         self._source = NumpySource(array)
@@ -184,7 +184,8 @@ class Broken:
         return None
 
     def read(self, offset: int, out: Any) -> None:
-        if self.error is not None and len(out) > MIB // 2:  # what is looked at beforehand, and digested, is less
+        # The part that is examined beforehand, and digested, is smaller.
+        if self.error is not None and len(out) > MIB // 2:
             raise self.error
         self._source.read(offset, out)
 
@@ -209,7 +210,7 @@ def _random(seed: int) -> np.ndarray[Any, Any]:
 
 
 def whole_of(step: int) -> dict[str, Any]:
-    """What nobody can code to less than it is; half of it changes."""
+    """Incompressible data; half of it changes."""
     return {"a": _random(0), "b": _random(step)}
 
 
@@ -229,15 +230,15 @@ def check(path: Path, steps: set[int]) -> None:
 
 
 def met(error: type[Exception], save: Callable[..., Any], *what: Any) -> Exception:
-    """What a save, at once or not, ends with."""
+    """The error of a save, `save` or `save_async`."""
     with pytest.raises(error) as found:
         save(*what).result(60)
     return found.value
 
 
 @pytest.mark.parametrize(("mode", "who"), in_turn(list(CODED), [0, 1]))
-def test_a_copy_that_fails_is_told_on_that_rank_once_and_on_the_others(tmp_path: Path, mode: str, who: int) -> None:
-    """What the base has become by then nobody builds on; and the step may be saved again."""
+def test_a_failed_copy_is_reported_once_on_that_rank_and_on_the_others(tmp_path: Path, mode: str, who: int) -> None:
+    """No save builds on the changed base; and the step may be saved again."""
 
     def work(group: Group) -> list[str]:
         kinds = []
@@ -250,7 +251,7 @@ def test_a_copy_that_fails_is_told_on_that_rank_once_and_on_the_others(tmp_path:
                         save(shards_of(group, 3, ZeroDivisionError), 3)
                 else:
                     assert f"rank {who}: ZeroDivisionError" in str(met(FailedRankError, save, shards_of(group, 3), 3))
-                writer.wait()  # says nothing of it
+                writer.wait()  # does not report it
             kinds += [writer.save_async(shards_of(group, step), step).result(60).kind for step in (3, 4)]
         assert inside.rank_memory(writer).used == 0
         return kinds
@@ -281,9 +282,30 @@ def test_ctrl_c_while_a_share_is_copied(tmp_path: Path, mode: str) -> None:
     check(tmp_path, {1, 2, 4, 5})
 
 
+def test_ctrl_c_while_a_share_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks hear of it at once: they do not wait for a part that never comes."""
+
+    def work(group: Group) -> None:
+        with ckptstore.open(tmp_path).writer(group=group, ranks=OPTIONS, memory=LEAST, max_in_flight=2) as writer:
+            writer.save(shards_of(group, 1), 1)
+            with monkeypatch.context() as patch:
+                if group.rank == 1:
+                    inside.interrupt_turn(writer, patch)
+                    with pytest.raises(KeyboardInterrupt):
+                        writer.save_async(shards_of(group, 2), 2)
+                else:
+                    with pytest.raises(FailedRankError, match="rank 1: KeyboardInterrupt"):
+                        writer.save_async(shards_of(group, 2), 2).result(60)
+            writer.save_async(shards_of(group, 3), 3).result(60)
+        assert inside.rank_memory(writer).used == 0
+
+    assert as_ranks(2, work) == [None] * 2
+    check(tmp_path, {1, 3})
+
+
 @pytest.mark.parametrize("mode", ["plain", "deltas", "batch"])
-def test_a_medium_that_fails_midway_frees_who_waits_for_memory(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """The caller waits for memory that the failed write will not give back as it goes."""
+def test_a_medium_that_fails_midway_frees_waiting_saves(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """The caller waits for memory that the failed write will not free."""
     medium = Medium(monkeypatch, 99, held=False)
     place = f"memory://{uuid.uuid4().hex}"
 
@@ -311,7 +333,7 @@ def test_a_medium_that_fails_midway_frees_who_waits_for_memory(monkeypatch: pyte
 
 
 def adam(step: int, count: int) -> tuple[dict[str, Any], list[Update]]:
-    """A parameter with its moments after some steps, and what is said of the last."""
+    """A parameter with its moments after some steps, and the update of the last."""
     state = {name: np.full(count, 0.02, "<f4") for name in ("w", "m", "v")}
     gradient = np.full(count, 1e-3, "<f4")
     for number in range(1, step + 1):
@@ -319,7 +341,7 @@ def adam(step: int, count: int) -> tuple[dict[str, Any], list[Update]]:
     return state, [Update(("w", "m", "v"), ADAM, optim.Step(count=step, lr=1e-3), NumpySource(gradient))]
 
 
-def test_too_little_memory_on_one_rank_is_said_there_and_the_others_hear_of_it(tmp_path: Path) -> None:
+def test_too_little_memory_on_one_rank_is_reported_there_and_on_the_others(tmp_path: Path) -> None:
     """Three slots and the gradient of a chunk of numbers: 64 MiB."""
 
     def work(group: Group) -> None:
@@ -352,8 +374,8 @@ def test_too_little_memory_on_one_rank_is_said_there_and_the_others_hear_of_it(t
     assert store.verify().ok
 
 
-def test_a_step_that_turns_out_too_long_is_coded_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank cannot make it a full: all others code it as a diff. Nothing is lost, and the next is a diff again."""
+def test_a_step_that_turns_out_too_long_is_encoded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank cannot make it a full: all others encode it as a diff. Nothing is lost, and the next is a diff again."""
     rng = np.random.default_rng(0)
     truth: dict[int, Any] = {}
     for step in (1, 2, 3):
@@ -389,7 +411,7 @@ def test_a_step_that_turns_out_too_long_is_coded_by_itself(tmp_path: Path, monke
 
 @pytest.mark.parametrize("mode", IN_TURN[1:])
 def test_a_rank_s_own_tensors_may_change_their_sizes(tmp_path: Path, mode: str) -> None:
-    """Nobody else need agree to that; its share gets memory of its own, and no full is due."""
+    """No other rank need agree to that; its share gets its own memory, and no full is due."""
 
     def state(rank: int, step: int) -> dict[str, Any]:
         return {"same": np.arange(5000.0) + step, "own": np.full(1000 * step * (1 + rank), step + rank)}
@@ -441,7 +463,7 @@ def test_going_back(tmp_path: Path, mode: str) -> None:
 
 
 class Announced(Broken):
-    """Says when it is copied."""
+    """Reports when it is copied."""
 
     def __init__(self, array: Any, copied: threading.Event) -> None:
         super().__init__(array)
@@ -479,7 +501,7 @@ def test_saves_of_several_threads_of_a_rank_are_copied_in_turn(tmp_path: Path) -
         same(dict(large(step)), store.load(step, framework="numpy"))
 
 
-def test_what_does_not_fit_together_is_said_before_anything_is_saved(tmp_path: Path) -> None:
+def test_inconsistent_options_are_reported_before_anything_is_saved(tmp_path: Path) -> None:
     refused: list[tuple[str, dict[str, Any]]] = [
         ("but not with both", {"deltas": 1, "diffs": DiffOptions()}),
         (r"not with DeltaOptions\(memory", {"deltas": DeltaOptions(memory=0)}),
@@ -511,9 +533,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["plain", "deltas", "diffs"])
-def test_what_the_processes_of_a_group_take(job: Path, mode: str) -> None:
-    """Of plain fulls half a share, the budget; without it a share. Of what is coded the bits alone are looked at."""
-    for rank in range(2 if mode == "plain" else 0):  # what coders have used stays with the allocator for a while
+def test_the_memory_of_a_groups_processes(job: Path, mode: str) -> None:
+    """Of plain fulls half a share, the budget; without it a share. For encoded saves only the bits are checked."""
+    for rank in range(2 if mode == "plain" else 0):  # the allocator keeps the encoders' memory for a while
         told = json.loads((job / f"bounded-{mode}-{rank}.json").read_text())
         assert told["bounded"] < 0.8 * SHARE < told["free"], told
     store = ckptstore.open(job / f"bounded-{mode}")

@@ -1,4 +1,4 @@
-"""Real process groups (gloo): what DDP, FSDP2, HSDP and tensor-parallel ranks save is loaded bit for bit.
+"""Real process groups (gloo): saves of DDP, FSDP2, HSDP and tensor-parallel ranks are loaded bit for bit.
 
 One group of processes runs several scenarios (`rank_job`), because each process imports torch first.
 """
@@ -25,7 +25,7 @@ SAVED = ["ddp", "fsdp", "fsdp_stored_bases", "hsdp", "tensor_parallel", "both", 
 
 
 def run(folder: Path, names: list[str], size: int = SIZE) -> None:
-    """Run a job to its end; what a rank complained of is raised."""
+    """Run a job to its end; raises an error with the ranks' output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -71,7 +71,7 @@ def assert_same(one: Any, other: Any, where: str = "state") -> None:
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_what_the_ranks_saved_is_loaded_in_one_process(job: Path, name: str) -> None:
+def test_one_process_loads_the_ranks_checkpoints(job: Path, name: str) -> None:
     store = ckptstore.open(job / name)
     assert [info.step for info in store.checkpoints()] == [1, 2]
     for rank in range(SIZE):
@@ -112,7 +112,7 @@ def test_deltas_build_on_shares_that_are_read_back(job: Path) -> None:
 
 
 def test_gradients_of_ranks_are_summed_up(job: Path) -> None:
-    """Plain SGD: the sum leads where training went, but for the rounding of each step."""
+    """Plain SGD: the sum gives training's result, except for the rounding of each step."""
     store = ckptstore.open(job / "ddp_sums")
     found = [(info.step, info.kind, info.lossy) for info in store.checkpoints()]
     assert found == [(1, "full", False), (4, "gradient", True), (7, "gradient", True)]

@@ -1,4 +1,4 @@
-"""What ranks refuse: other stores, other groups, other steps, what cannot be combined, what is closed."""
+"""Refusals of ranks: other stores, other groups, other steps, invalid combinations, a closed writer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_rank_with_another_store_is_refused(tmp_path: Path) -> None:
     ("own", "why"), [(False, "is not there"), (True, r"slot \d+ is not the one that rank 0 wrote")]
 )
 def test_a_rank_with_a_copy_of_the_store_is_refused(tmp_path: Path, own: bool, why: str) -> None:
-    """The copy has the same run, and perhaps a term of its own where rank 0 has opened one."""
+    """The copy has the same run, and perhaps its own term where rank 0 has opened one."""
     ckptstore.open(tmp_path / "0").writer().close()
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     if own:
@@ -81,7 +81,7 @@ def test_no_term_is_opened_until_every_rank_is_there(tmp_path: Path) -> None:
     assert len(ckptstore.open(tmp_path).terms()) == 1
 
 
-def test_what_rank_0_cannot_open_is_said_to_all(tmp_path: Path) -> None:
+def test_rank_0s_error_on_opening_reaches_all(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         expected = ckptstore.CheckpointNotFoundError if group.rank == 0 else FailedRankError
         with pytest.raises(expected, match="77"):
@@ -129,7 +129,7 @@ def test_values_that_are_too_much_together(tmp_path: Path, monkeypatch: pytest.M
 
 
 def everything(writer: Any) -> list[Any]:
-    """What only a writer that is open does."""
+    """Every call that only an open writer accepts."""
     return [
         lambda: writer.save(state(0), 2),
         lambda: writer.save_async(state(0), 2),

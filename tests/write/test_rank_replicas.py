@@ -97,7 +97,7 @@ def test_shards_with_holes_and_overlaps_are_refused_on_every_rank(tmp_path: Path
             with pytest.raises(RankMismatchError, match=why):
                 writer.save(sharded(whole, boxes[group.rank]), 1)
             halves = [slice(0, 3), slice(3, 7)]
-            writer.save(sharded(whole, halves[group.rank]), 1)  # the step was not taken
+            writer.save(sharded(whole, halves[group.rank]), 1)  # the step was not accepted
 
     assert as_ranks(2, work) == [None, None]
     assert_same(ckptstore.open(tmp_path).load(1), {"w": whole})
@@ -134,7 +134,7 @@ def test_a_replica_that_diverged_is_found_with_tensor_and_rank(tmp_path: Path, a
     assert as_ranks(4, work) == [("model.w3", 2, 2)] * 4
     store = ckptstore.open(tmp_path)
     assert [info.step for info in store.checkpoints()] == [1, 3]
-    assert len(store.gc().segments) == 4  # what the ranks wrote of step 2 was named in a drop
+    assert len(store.gc().segments) == 4  # the segments of step 2 on all ranks were named in a drop
 
 
 def test_diverged_replicas_are_saved_of_one_rank_if_that_is_wanted(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_diverged_replicas_are_saved_of_one_rank_if_that_is_wanted(tmp_path: Pat
     assert_same(ckptstore.open(tmp_path).load(1, rank=0), state(0))
 
 
-def test_what_a_rank_has_of_its_own_is_filled_by_the_name_that_it_has_there(tmp_path: Path) -> None:
+def test_a_ranks_own_tensors_are_filled_by_their_names_there(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:
             writer.save(state(group.rank), 1)

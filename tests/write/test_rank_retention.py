@@ -1,4 +1,4 @@
-"""Ranks that save together keep to the store's rules: rank 0 retires in the very record that commits a step."""
+"""Ranks that save together apply the store's rules: rank 0 retires in the very record that commits a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loss(step: int) -> float:
 
 @pytest.mark.parametrize("deltas", [None, CHAIN], ids=["full", "chain"])
 @pytest.mark.parametrize("how", ["save", "save_async"])
-def test_what_is_left_is_what_was_promised(tmp_path: Path, deltas: DeltaOptions | None, how: str) -> None:
+def test_only_the_promised_checkpoints_are_left(tmp_path: Path, deltas: DeltaOptions | None, how: str) -> None:
     def work(group: Group) -> None:
         keep: Any = {"keep": RULES} if group.rank == 0 else {}
         store = ckptstore.open(tmp_path / "store")

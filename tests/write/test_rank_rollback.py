@@ -1,4 +1,4 @@
-"""Ranks that go back: all of them, or none. And what each of them measures."""
+"""Rollbacks of ranks: all of them, or none. And the metrics of each rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def state(step: int, branch: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", [{}, {"deltas": 1}, {"diffs": DiffOptions(batch=3)}], ids=["fulls", "deltas", "diffs"])
-def test_all_ranks_go_back_and_go_on(tmp_path: Path, how: dict[str, Any]) -> None:
+def test_all_ranks_go_back_and_continue(tmp_path: Path, how: dict[str, Any]) -> None:
     box = LocalMailbox()
 
     def work(group: Group) -> list[Any]:
@@ -72,7 +72,7 @@ def test_ranks_that_name_different_checkpoints_all_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_failure_that_nobody_saw_stops_all(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreported_failure_stops_all(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=OPTIONS) as writer:
             writer.save(state(1), 1)
@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_come_stops_all(tmp_path: Path, monkeypatch: pytest
     assert len(ckptstore.open(tmp_path).terms()) == 1
 
 
-def test_who_is_fenced_does_not_go_back(tmp_path: Path) -> None:
+def test_a_fenced_writer_does_not_roll_back(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=OPTIONS) as writer:
             writer.save(state(1), 1)
@@ -127,7 +127,7 @@ def test_who_is_fenced_does_not_go_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"diffs": DiffOptions(batch=2)}], ids=["fulls", "diffs"])
-def test_every_rank_is_told_what_its_saves_cost(tmp_path: Path, how: dict[str, Any]) -> None:
+def test_every_rank_gets_the_costs_of_its_saves(tmp_path: Path, how: dict[str, Any]) -> None:
     told: dict[int, list[SaveMetrics]] = {0: [], 1: []}
 
     def work(group: Group) -> None:
@@ -154,4 +154,4 @@ def test_every_rank_is_told_what_its_saves_cost(tmp_path: Path, how: dict[str, A
     for step in (1, 2, 3):
         assert sum(told[rank][step - 1].nbytes for rank in told) == 5 * 12000  # each its share
         stored = sum(told[rank][step - 1].stored for rank in told)
-        assert 0 < stored < store.checkpoint(step).stored  # which has the tree besides
+        assert 0 < stored < store.checkpoint(step).stored  # which also has the tree

@@ -1,4 +1,4 @@
-"""What many ranks saved, as one process has it that is none of them: all of it, whatever the order of their keys."""
+"""A checkpoint of many ranks as a process loads it that is none of them: all of it, in any order of keys."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_every_way_to_a_state_without_a_rank_has_all_of_it(tmp_path: Path, name:
 
 
 def numbers(state: Any) -> Iterator[int]:
-    """The number that each tensor of a state is full of: no two tensors have the same."""
+    """The number that fills each tensor of a state: no two tensors have the same."""
     for member in state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ():
         yield from numbers(member)
     if hasattr(state, "dtype"):
@@ -120,14 +120,14 @@ def numbers(state: Any) -> Iterator[int]:
 
 
 def ckpt(*words: object) -> str:
-    """What the command prints."""
+    """The output of the command."""
     found = CliRunner().invoke(cli, [str(word) for word in words], prog_name="ckpt")
     assert found.exit_code == 0, found.output
     return found.stdout
 
 
 def exported(store: ckptstore.Store, folder: Path) -> dict[str, Any]:
-    """What each way out of the store, in Python and by the command, has of checkpoint 1: way -> state."""
+    """Checkpoint 1 through each way out of the store, in Python and by the command: way -> state."""
     store.export(1, folder / "python.safetensors")
     ckpt("restore", store.url, 1, "--out", folder / "command.safetensors")
     states = {one: load_file(folder / one) for one in ("python.safetensors", "command.safetensors")}
@@ -143,7 +143,7 @@ def exported(store: ckptstore.Store, folder: Path) -> dict[str, Any]:
 @settings(max_examples=short_or(12, 60), deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 3))
 def test_any_parts_of_a_state_in_any_order(seed: int, size: int) -> None:
-    """Random states, real writers: what a rank has is what a process that is no rank loads, exports and is shown."""
+    """Random states, real writers: a process that is no rank loads, exports and shows the states of all ranks."""
     chance = random.Random(seed)
     unused = iter(range(1, 1000))
 
@@ -192,7 +192,7 @@ def test_any_parts_of_a_state_in_any_order(seed: int, size: int) -> None:
             assert set(state) == shown if way.endswith("safetensors") else plain(state) == plain(union), way
 
 
-def test_what_is_no_tensor_is_compared_whatever_the_order_of_keys() -> None:
+def test_values_are_compared_whatever_the_order_of_keys() -> None:
     url = f"memory://{uuid.uuid4().hex}"
 
     def work(group: Group) -> None:
@@ -249,7 +249,7 @@ def test_a_state_that_no_process_could_load_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tensor_too_deep_for_the_union_is_refused_also_when_ranks_differ_later(tmp_path: Path) -> None:
-    """As long as all ranks have the same, nothing has to be taken apart, and 200 levels are what a state may have."""
+    """If all ranks have the same, nothing has to be taken apart, and a state may have 200 levels."""
 
     def state(seed: int) -> Any:
         node: Any = {1: full(1)}  # three levels
@@ -327,7 +327,7 @@ def test_a_warning_names_five_tensors_and_counts_the_others() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_tied_tensors_in_another_order_are_one_tensor(tmp_path: Path, size: int) -> None:
-    """Stored once, compared as replicas, and with what its optimizer did to it."""
+    """Stored once, compared as replicas, and with its optimizer's update."""
     rule = optim.SGD(momentum=0.9)
     states, gradient = [full(1), np.zeros(3, "<f4")], full(2)
 

@@ -55,7 +55,7 @@ def test_every_rank_gets_back_what_it_saved(tmp_path: Path, size: int, url: str)
 
 
 def hurry(ranks: RankOptions, seconds: float) -> None:
-    """Have a rank whose writer is at work already wait no longer than this: how ranks open is not what is measured."""
+    """Shorten the wait of a rank whose writer is already at work: this test is not about the opening of ranks."""
     object.__setattr__(ranks, "timeout", seconds)
 
 
@@ -71,7 +71,7 @@ def test_a_rank_that_does_not_save_makes_the_step_fail_on_all(tmp_path: Path) ->
                 return
             if group.rank == 0:
                 hurry(own, 1)
-            # Where the machine stands still rank 2 may be late, too.
+            # If the machine stalls rank 2 may be late, too.
             with pytest.raises(MissingRankError, match=r"step 2.*rank 1(, 2)? did not .* within 1 s"):
                 writer.save(state(0, 2), 2)
             failed.release()
@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_save_makes_the_step_fail_on_all(tmp_path: Path) ->
     assert ckptstore.open(tmp_path).latest_step() == 1
 
 
-def test_a_slow_rank_hears_that_the_step_failed_and_goes_on(tmp_path: Path) -> None:
+def test_a_slow_rank_gets_the_error_of_the_step_and_continues(tmp_path: Path) -> None:
     failed, met = threading.Event(), threading.Barrier(2, timeout=120)
 
     def work(group: Group) -> None:
@@ -119,7 +119,7 @@ def test_ranks_one_step_apart_do_not_wait_for_each_other(tmp_path: Path) -> None
     assert as_ranks(2, work) == [None] * 2
 
 
-def test_ranks_that_save_other_steps_are_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_save_other_steps_get_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, over = Clock(monkeypatch), threading.Event()
     monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # neither hears the other to its end
 
@@ -173,7 +173,7 @@ def test_tensors_that_change_on_one_rank_alone_cost_one_step(tmp_path: Path) -> 
     assert ckptstore.open(tmp_path).latest_step() == 5
 
 
-def test_tensors_that_come_and_go_on_all_ranks_are_agreed_anew(tmp_path: Path) -> None:
+def test_tensors_added_or_removed_on_all_ranks_are_agreed_again(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:
             for step in range(1, 6):
@@ -183,7 +183,7 @@ def test_tensors_that_come_and_go_on_all_ranks_are_agreed_anew(tmp_path: Path) -
     assert_same(ckptstore.open(tmp_path).load(5)["moment"], np.full(50, 5))
 
 
-def test_a_new_group_of_another_size_goes_on_in_a_new_term(tmp_path: Path) -> None:
+def test_a_new_group_of_another_size_continues_in_a_new_term(tmp_path: Path) -> None:
     def work(group: Group) -> tuple[int, int | None]:
         with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:
             parent = None if writer.parent is None else writer.parent.step
@@ -209,7 +209,7 @@ def test_nothing_is_left_in_the_mailbox(tmp_path: Path) -> None:
     assert box.keys() == []
 
 
-def test_a_mailbox_that_dies_is_said_on_every_rank(tmp_path: Path) -> None:
+def test_a_dead_mailbox_is_reported_on_every_rank(tmp_path: Path) -> None:
     box = LocalMailbox()
     met = threading.Barrier(3)
 
@@ -226,7 +226,7 @@ def test_a_mailbox_that_dies_is_said_on_every_rank(tmp_path: Path) -> None:
 
 
 class Cut(LocalMailbox):
-    """Rank 1 loses its connection as it hands in its part of step 2: the letter has come through."""
+    """Rank 1 loses its connection as it sends its part of step 2: the message has arrived."""
 
     def set(self, key: str, value: bytes) -> None:
         if key.endswith("/at/1") and value == b"2":
@@ -234,10 +234,8 @@ class Cut(LocalMailbox):
         super().set(key, value)
 
 
-def test_a_part_that_may_have_come_through_is_not_said_to_be_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # rank 1 says none
+def test_a_part_that_may_have_arrived_is_not_reported_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # rank 1 reports none
 
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=RankOptions(timeout=120, per_rank="rng")) as writer:
@@ -253,7 +251,7 @@ def test_a_part_that_may_have_come_through_is_not_said_to_be_lost(
     assert_same(ckptstore.open(tmp_path).load(2, rank=1), state(1, 2))
 
 
-def test_what_rank_0_does_not_see_is_not_committed(tmp_path: Path) -> None:
+def test_shares_that_rank_0_does_not_see_are_not_committed(tmp_path: Path) -> None:
     journal = ckptstore.open(tmp_path, create=True).journal
     segment = SegmentEntry("ab" * 16, 1, 4096, 4096, "0" * 32)
     with pytest.raises(StorageError, match=r"rank 3 wrote seg/0000000001/abab.* which rank 0 does not see"):
@@ -261,7 +259,7 @@ def test_what_rank_0_does_not_see_is_not_committed(tmp_path: Path) -> None:
 
 
 def test_a_tied_tensor_is_filled_whatever_its_first_key_is(tmp_path: Path) -> None:
-    """Ranks name it after the key that sorts first, a process by itself after the first one that it meets."""
+    """Ranks name it after the key that sorts first, a single process after the first one that it meets."""
 
     def tied(rank: int) -> dict[str, Any]:
         table = np.arange(12, dtype=np.float32)

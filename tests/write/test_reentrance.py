@@ -24,7 +24,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Segments begin when this is set: until then a save is on its way. By itself after a time."""
+    """Segments begin when this is set: until then a save is in flight. It is set after a time anyway."""
     opened = threading.Event()
     begin = LocalBackend.open_sink
 
@@ -33,7 +33,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return begin(self, key, size_hint)
 
     monkeypatch.setattr(LocalBackend, "open_sink", open_sink)
-    timer = threading.Timer(100.0, opened.set)  # nobody may wait for ever; no machine stands still for so long
+    timer = threading.Timer(100.0, opened.set)  # a test must not wait for ever; no machine stalls for so long
     timer.start()
     yield opened
     timer.cancel()
@@ -55,17 +55,17 @@ SAVES: dict[str, Ask] = {
 }
 
 
-# Where steps are coded, `wait` and `tag` come to their turn: who saves waits with nothing in hand that they need.
+# If steps are encoded, `wait` and `tag` can run: the waiting save holds nothing that they need.
 CASES = [(inner, False, None) for inner in FROM_HANDLERS] + [
     (inner, True, None) for inner in ("save", "save_async", "begin", "rollback")
 ]
-# With a budget it has what is to be copied still.
+# With a budget it still has data to copy.
 CASES += [(inner, True, LEAST) for inner in FROM_HANDLERS]
 
 
 @pytest.mark.parametrize("outer", SAVES)
 @pytest.mark.parametrize(("inner", "coded", "memory"), CASES)
-def test_a_handler_that_calls_the_writer_inside_a_save_is_told_what_to_do(
+def test_a_handler_that_calls_the_writer_inside_a_save_gets_the_remedy(
     tmp_path: Path, gate: threading.Event, inner: str, outer: str, coded: bool, memory: int | None
 ) -> None:
     told: list[BaseException | None] = []
@@ -92,7 +92,7 @@ def test_a_handler_that_calls_the_writer_inside_a_save_is_told_what_to_do(
         assert [type(one) for one in told] == [ckptstore.UsageError]
         assert f"{inner} was called while this thread is inside {outer} of the same writer" in str(told[0])
         assert "set a flag" in str(told[0])
-        FROM_HANDLERS["save"](writer)  # outside it may
+        FROM_HANDLERS["save"](writer)  # outside of a save it may
     assert [info.step for info in store.checkpoints()] == [1, 2, 90]
 
 

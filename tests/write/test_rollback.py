@@ -1,4 +1,4 @@
-"""Going back: refused where it would abandon steps in silence, and done by a new term in place of the present one."""
+"""Rollback: refused if it would silently abandon steps, and done by a new term in place of the present one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_going_back_within_a_term_is_refused_with_the_remedy(store: ckptstore.St
 def test_the_order_is_looked_at_before_the_state_and_once_more_after_it(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taking a large state apart is not for nothing, and leaves time for another thread."""
+    """A large state is not taken apart needlessly; while it is, another thread may give a step."""
     from ckptstore.frameworks import bridge
 
     with store.writer(poll_seconds=None) as writer:
@@ -72,7 +72,7 @@ def test_the_order_is_looked_at_before_the_state_and_once_more_after_it(
 
 
 def test_commits_may_finish_out_of_order(store: ckptstore.Store) -> None:
-    """What must ascend is the order in which steps are given to the writer."""
+    """The steps must ascend in the order in which they are given to the writer."""
     with store.writer(diffs=DiffOptions(), max_in_flight=3, poll_seconds=None) as writer:
 
         def overtaken(_: Any) -> Any:
@@ -131,7 +131,7 @@ def test_rollback_with_diffs_writes_what_waits_and_loses_no_step(tmp_path: Path)
                 writer.save_async(trainer.state(), step, updates=trainer.updates())
 
         train(1, 2, 3, 4)
-        assert writer.rollback("latest").ref == "4@1"  # warnings are errors: nothing that waited was lost
+        assert writer.rollback("latest").ref == "4@1"  # warnings are errors: no waiting step was lost
         train(5, 6)
         assert writer.rollback("2@1").ref == "2@1"
         train(3, 4)
@@ -156,7 +156,7 @@ def test_rollback_to_what_is_not_there_changes_nothing(store: ckptstore.Store) -
 
 
 def test_a_checkpoint_of_the_same_name_in_another_store_is_no_parent(tmp_path: Path) -> None:
-    """As where a store was replaced by another one since the checkpoint was looked up."""
+    """As when a store was replaced by another one after the checkpoint was looked up."""
     infos = []
     for name in ("one", "other"):
         with ckptstore.open(tmp_path / name).writer(poll_seconds=None) as writer:
@@ -199,7 +199,7 @@ def test_rollback_says_first_what_was_not_saved(store: ckptstore.Store, monkeypa
 
 
 def test_a_save_that_rollback_overtook_is_not_saved(store: ckptstore.Store) -> None:
-    """It is a step of the branch that was left; in the new term it would look like one of the new."""
+    """It is a step of the abandoned branch; in the new term it would look like one of the new branch."""
     with store.writer(max_in_flight=3, poll_seconds=None, diffs=DiffOptions()) as writer:
         save(writer, 1, 2)
 
@@ -226,7 +226,7 @@ def test_after_close_nothing_is_rolled_back(store: ckptstore.Store) -> None:
 def test_an_interrupted_rollback_saves_nothing_as_what_it_is_not(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever goes on after Ctrl-C is in one term or in the other, or is told that there is neither."""
+    """After Ctrl-C the writer is in one term or in the other, or an error says that there is neither."""
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1, 2)
         writer.wait()
@@ -243,7 +243,7 @@ def test_an_interrupted_rollback_saves_nothing_as_what_it_is_not(
 def test_a_writer_that_does_not_know_what_it_committed_begins_no_term(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only opening the store anew finds out."""
+    """Only opening the store again shows it."""
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1)
         writer.wait()
@@ -262,7 +262,7 @@ def test_a_writer_that_does_not_know_what_it_committed_begins_no_term(
 
 
 def test_going_back_to_nothing_is_refused_before_a_term_is_opened(store: ckptstore.Store) -> None:
-    """By an outside attacker: it opened a term from nothing, and then failed an assertion."""
+    """Found by an outside attacker: it opened a term from nothing, and then failed an assertion."""
     with store.writer(poll_seconds=None) as writer:
         for ref, kind in ((None, ckptstore.UsageError), ("latest", ckptstore.CheckpointNotFoundError)):
             with pytest.raises(kind):

@@ -1,4 +1,4 @@
-"""Ranks that agree after which step they do what one of them was asked for: none is in step with another."""
+"""Ranks that agree after which step they fulfil a request to one of them: no rank is in step with another."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ckptstore.write.ranks.save_barrier import Accord
 from tests.write.rank_threads import as_ranks
 
 STEPS = 40_000
-"""More than anybody takes: agreeing takes as long as the slowest thread does."""
+"""Longer than any agreement takes: it takes as long as the slowest thread."""
 
 
 def together(size: int, work: Callable[[Group, Accord, set[str]], Any], timeout: float = 120.0) -> list[Any]:
-    """`work(group, accord, asked)` on each rank; what is in `asked` the rank is asked for."""
+    """`work(group, accord, asked)` on each rank; the requests in `asked` go to the rank."""
 
     def one(group: Group) -> object:
         asked: set[str] = set()
@@ -58,7 +58,7 @@ def test_a_rank_that_waits_for_others_in_its_step_is_no_obstacle() -> None:
 
     def work(group: Group, accord: Accord, asked: set[str]) -> object:
         for step in range(1, STEPS):
-            barrier.wait(120)  # as a collective does
+            barrier.wait(120)  # like a collective
             if group.rank == 1 and step == 4:
                 asked.add("save")
             if "save" in accord.after(step):
@@ -98,7 +98,7 @@ def test_it_is_agreed_again_and_again_and_letters_do_not_pile_up() -> None:
     assert kept < 16
 
 
-def test_who_has_left_is_not_waited_for() -> None:
+def test_a_rank_that_has_left_is_not_waited_for() -> None:
     def work(group: Group, accord: Accord, asked: set[str]) -> object:
         for step in range(1, 60):
             if group.rank == 1 and step == 10:
@@ -112,12 +112,12 @@ def test_who_has_left_is_not_waited_for() -> None:
     assert together(2, work) == ["to the end", None]
 
 
-def test_who_is_dead_is_waited_for_no_longer_than_the_time_out() -> None:
+def test_a_dead_rank_is_waited_for_no_longer_than_the_timeout() -> None:
     box = LocalMailbox()
 
     def one(group: Group) -> object:
         if group.rank == 1:
-            return None  # without a word
+            return None  # without a message
         accord = Accord(group, "run/1/accord", 0, lambda: {"stop"}, 0.5)
         accord.start()
         for step in range(1, STEPS):
@@ -133,7 +133,7 @@ def test_who_is_dead_is_waited_for_no_longer_than_the_time_out() -> None:
     assert "did not agree within 0.5 s" in str(as_ranks(2, one, box)[0])
 
 
-def test_a_mailbox_that_is_gone_holds_nobody() -> None:
+def test_a_missing_mailbox_blocks_no_rank() -> None:
     box = LocalMailbox()
 
     def one(group: Group) -> object:

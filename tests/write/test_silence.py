@@ -1,4 +1,4 @@
-"""What one time-out of a rank says of other steps."""
+"""The effect of a rank's timeout on other steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of whole states: what they say of a tensor, which memory they take, and which they use again."""
+"""Copies of whole states: their description of a tensor, their memory, and its reuse."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 class Background:
-    """Runs at once what is given to it, and counts."""
+    """Runs each task at once, and counts."""
 
     def __init__(self) -> None:
         self.jobs = 0
@@ -113,7 +113,7 @@ def test_memory_is_used_again_once_it_is_free(threads: ThreadPoolExecutor, asked
     assert len(asked) == 2
 
 
-def test_what_has_landed_is_landed_once() -> None:
+def test_a_finished_copy_is_reported_once() -> None:
     landed: list[int] = []
     one = Snapshot(LaidOutState({}, {}, ()), lambda: landed.append(1), lambda: None)
     one.land()
@@ -149,7 +149,7 @@ def test_memory_is_given_back_once_devices_have_copied_to_it() -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_memory_is_asked_for_as_soon_as_it_is_foreseen(
+def test_memory_is_requested_as_soon_as_the_need_is_known(
     threads: ThreadPoolExecutor, asked: list[int], kept: int
 ) -> None:
     pool, background = pool_of(2, kept=kept)
@@ -185,7 +185,7 @@ def test_memory_that_was_given_back_is_not_asked_for_as_if_it_were_in_use(
 
 
 def test_memory_of_another_size_is_let_go_of_after_a_while(threads: ThreadPoolExecutor, asked: list[int]) -> None:
-    """States and gradients take turns; what has changed its size for good is not kept."""
+    """States and gradients take turns; the memory of a size that is no longer used is freed."""
     pool, _ = pool_of(1)
     small, large = flat(MIB), flat(8 * MIB)
     for state in (small, large, small, large, small):
@@ -265,7 +265,7 @@ def test_a_copy_that_fails_gives_its_memory_back(
 
 
 def test_a_state_takes_the_place_of_one_that_is_almost_alike(threads: ThreadPoolExecutor) -> None:
-    """One byte in sixteen may be new. What is as large as it was lies where it lay."""
+    """One byte in sixteen may be new. Tensors of the same size stay in their places."""
 
     def state(new: int, dtype: str = "u1") -> FlatState:
         return bridge.flattened({"w": np.ones(15 * PAGE, np.uint8), "x": np.zeros(new, dtype)})

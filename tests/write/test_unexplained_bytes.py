@@ -1,4 +1,4 @@
-"""What counts as an unexplained step, and what is said of it."""
+"""The criterion of an unexplained step, and its warning."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def told(unexplained: Unexplained, step: int, base: int, *excess: Excess) -> str
     return "".join(str(one.message) for one in caught)
 
 
-def test_what_is_too_much() -> None:
+def test_bytes_that_are_too_many() -> None:
     assert Excess.of("w", 1, 3, NUMBERS, 36 * NUMBERS // 8) is None
     assert Excess.of("w", 1, 3, NUMBERS, 36 * NUMBERS // 8 + 1) == Excess("w", 1, 36.00008)
     assert Excess.of("w", 1, 2, NUMBERS, 37 * NUMBERS // 8) == Excess("w", 1, 37.0)
     assert Excess.of("w", 1, 1, NUMBERS, 37 * NUMBERS // 8) is None  # without moments
-    assert Excess.of("w", 1, 3, 100, 4096) is None  # too little to speak of
+    assert Excess.of("w", 1, 3, 100, 4096) is None  # too little for a warning
     assert Excess.of("w", 1, 3, 100, 4097) is not None
     assert Excess.of("w", 1, 3, NUMBERS, None) == Excess("w", 1, None)
     assert Excess.of("w", 1, 1, NUMBERS, None) is None
 
 
-def test_each_of_two_reasons_is_told_once() -> None:
+def test_each_of_two_reasons_is_reported_once() -> None:
     unexplained, excess = Unexplained(), Excess("w", 1, 40.0)
     assert told(unexplained, 2, 1) == ""
     changed = told(unexplained, 3, 2, excess)
@@ -42,7 +42,7 @@ def test_each_of_two_reasons_is_told_once() -> None:
     assert told(unexplained, 9, 6, excess) == told(unexplained, 10, 9, excess) == ""
 
 
-def test_what_is_named() -> None:
+def test_the_named_parameters() -> None:
     assert "for 'w' (40 bits a number, where 32 are enough): " in told(Unexplained(), 2, 1, Excess("w", 1, 40.0))
     more = "for 'w' (more bits than its tensors have, where 32 are enough): "
     assert more in told(Unexplained(), 2, 1, Excess("w", 1, None))

@@ -1,6 +1,6 @@
-"""Where warnings are errors, none is raised before what it tells of is recorded, and no step is lost by one.
+"""If warnings are errors, each is raised only after its event is recorded, and no step is lost by one.
 
-One that tells of what happened before stops one start, and not every start after it.
+A warning about an earlier event stops one start, and not every start after it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def _categories() -> list[type[Warning]]:
-    """Every warning that this package gives."""
+    """Every warning of this package."""
     found = {UserWarning}
     for module in (ckptstore, ckptstore.training, ckptstore.agent):
         members = (getattr(module, name) for name in module.__all__)
@@ -83,9 +83,9 @@ def test_steps_that_are_lost(store: ckptstore.Store, killed: Callable[[int], Non
     killed(3)
     with pytest.raises(ckptstore.LostStepsWarning, match="term 1 ended without closing"):
         store.writer(keep=["last:9"])
-    assert store.rules() == ("last:9",)  # what the start asked for is recorded, too
+    assert store.rules() == ("last:9",)  # the options of that start are recorded, too
     assert saved(store) == "3@1"
-    killed(2)  # other steps than those that were told of
+    killed(2)  # not the steps of the earlier warning
     with pytest.raises(ckptstore.LostStepsWarning, match=r"term 4 ended without closing"):
         store.writer()
     assert saved(store, 6) == "5@4"
@@ -98,7 +98,7 @@ def test_a_term_that_was_killed_before_its_first_checkpoint(
     with pytest.raises(ckptstore.LostStepsWarning, match="term 1 ended without closing"):
         store.writer()
     batch = ckptstore.DiffOptions(batch=50, seconds=None)
-    dead = store.writer(diffs=batch, poll_seconds=None)  # told already
+    dead = store.writer(diffs=batch, poll_seconds=None)  # already reported
     for _ in range(2):  # the second time other steps are lost
         number = dead.term
         with pytest.raises(
@@ -106,7 +106,7 @@ def test_a_term_that_was_killed_before_its_first_checkpoint(
             match=rf"term {number} ended .* before its first checkpoint .* \(4 and following\) .* continues from 3@1",
         ):
             store.writer(diffs=batch)
-        dead = store.writer(diffs=batch, poll_seconds=None)  # which the start that was stopped is not
+        dead = store.writer(diffs=batch, poll_seconds=None)  # which the stopped start is not
     with pytest.raises(ckptstore.FencedError):
         saved_by(dead, store)
 
@@ -128,7 +128,7 @@ def test_going_back_says_nothing_of_a_term_that_saved(store: ckptstore.Store) ->
             writer.poll()
 
 
-def test_a_change_of_somebody_else_tells_nobody(store: ckptstore.Store, killed: Callable[[int], None]) -> None:
+def test_a_change_by_others_causes_no_warning(store: ckptstore.Store, killed: Callable[[int], None]) -> None:
     killed(3)
     store.tag("kept", "3@1", take_over=True)
     assert store.terms()[-1].term == 2
@@ -157,10 +157,10 @@ def test_a_run_from_nothing(store: ckptstore.Store) -> None:
         assert saved(store) is None
 
 
-def test_all_that_there_is_to_be_told_of_a_start_is_told_at_once(
+def test_all_warnings_of_a_start_are_raised_at_once(
     store: ckptstore.Store, killed: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next start is told nothing of it."""
+    """The next start raises none of them."""
     killed(3)
     here = bridge.environment()
     monkeypatch.setattr(bridge, "environment", lambda: {**here, "numpy": "97"})
@@ -201,7 +201,7 @@ def test_updates_that_are_ignored(store: ckptstore.Store, call: str) -> None:
     assert [info.step for info in store.checkpoints()] == [1, 2]
 
 
-def test_a_save_that_fails_raises_its_own_error_with_what_was_to_be_said(store: ckptstore.Store) -> None:
+def test_a_failed_save_raises_its_own_error_with_the_warnings(store: ckptstore.Store) -> None:
     with store.writer(poll_seconds=None) as writer:
         writer.save({"w": np.zeros(3)}, 1)
         with pytest.raises(ckptstore.StepOrderError) as failed:
@@ -242,7 +242,7 @@ def test_threads_of_the_package_log_it(category: type[Warning], caplog: pytest.L
     ]
 
 
-def test_threads_of_the_caller_are_told() -> None:
+def test_threads_of_the_caller_get_warnings() -> None:
     with ThreadPoolExecutor(1) as pool, pytest.raises(ckptstore.LossyWarning):
         pool.submit(warn, "of the caller's pool", ckptstore.LossyWarning).result()
 

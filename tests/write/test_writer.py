@@ -1,4 +1,4 @@
-"""A writer that is over says so at once: closed, fenced, forked or interrupted, it writes nothing any more."""
+"""A writer that has ended reports it at once: closed, fenced, forked or interrupted, it writes nothing any more."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ckptstore.formats.states.state import FlatState
 from ckptstore.store import Store
 from tests.write import inside
 from tests.write.held import hold
+from tests.write.medium import Medium
 from tests.write.trainer import Trainer
 
 LARGE = {"a": np.zeros(2 << 20), "b": np.zeros(2 << 20)}
@@ -38,7 +39,7 @@ def begin_a_term(store: ckptstore.Store) -> None:
 
 
 def fence(store: ckptstore.Store, writer: ckptstore.Writer) -> None:
-    """A newer term begins, and `writer` hears of it. Nothing that waits is touched by that."""
+    """A newer term begins, and `writer` learns of it. Waiting steps are not affected."""
     begin_a_term(store)
     with pytest.raises(ckptstore.FencedError):
         writer.tag("late", 1)
@@ -51,7 +52,7 @@ def test_after_close_nothing_is_taken(store: ckptstore.Store) -> None:
     for call in (
         lambda: writer.save({"w": np.ones(5)}, 2),
         lambda: writer.save_async({"w": np.ones(5)}, 2),
-        lambda: writer.save({"w": object()}, 2),  # that it could not be stored either is not what is wrong
+        lambda: writer.save({"w": object()}, 2),  # the cause is not that it could not be stored either
         lambda: writer.tag("late", 1),
         writer.wait,
     ):
@@ -61,11 +62,11 @@ def test_after_close_nothing_is_taken(store: ckptstore.Store) -> None:
 
 
 def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
-    """The pool that copies goes with the writer; its own error would say nothing to anybody."""
+    """The pool that copies ends with the writer; its own error would be meaningless to the caller."""
     writer = store.writer(poll_seconds=None)
 
     closing = threading.Thread(target=writer.close)
-    starting = threading.Lock()  # `Thread.start` is not for two at once
+    starting = threading.Lock()  # two threads cannot call `Thread.start` at once
 
     class Closing(NumpySource):
         def view(self) -> Any:
@@ -82,6 +83,50 @@ def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
     closing.join(60)
     assert not closing.is_alive()
     assert not store.backend.list("seg/")
+
+
+def test_a_save_that_comes_while_an_earlier_one_keeps_the_writer_from_closing_is_refused(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be committed after the end of the term, or never."""
+    medium = Medium(monkeypatch, 2)
+    writer = store.writer(max_in_flight=2, poll_seconds=None)
+    closing = threading.Thread(target=writer.close)
+
+    class Closing(NumpySource):
+        """A tensor whose size is asked for when the writer was found to be open."""
+
+        closes = False
+
+        @property
+        def nbytes(self) -> int:  # type: ignore[override]
+            if self.closes:
+                self.closes = False
+                closing.start()
+                with contextlib.suppress(ckptstore.WriterClosedError):
+                    while True:
+                        writer.prepare({})
+                        time.sleep(0.001)
+            return 20
+
+        @nbytes.setter
+        def nbytes(self, _: int) -> None:
+            """The constructor's."""
+
+    late = Closing(np.ones(5, "<f4"))
+    late.closes = True
+    first = writer.save_async({"w": np.zeros(5, "<f4")}, 1)
+    assert medium.begun[0].wait(60)
+    try:
+        with pytest.raises(ckptstore.WriterClosedError, match="closed"):
+            writer.save_async(FlatState(None, {"w": late}), 2)
+    finally:
+        medium.release()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert first.result().step == 1
+    assert [info.step for info in store.checkpoints()] == [1]
+    assert medium.opened == 1
 
 
 def test_a_fenced_writer_refuses_at_once(store: ckptstore.Store) -> None:
@@ -113,8 +158,8 @@ def test_a_writer_that_is_fenced_as_it_answers_a_request_writes_nothing_more(sto
     assert len(store.backend.list("seg/")) == 1
 
 
-def test_what_was_on_its_way_when_the_term_ended_is_not_written(store: ckptstore.Store) -> None:
-    """Nobody may drop segments of a term that is over: so none is written any more."""
+def test_saves_in_flight_when_the_term_ended_are_not_written(store: ckptstore.Store) -> None:
+    """No writer may drop segments of a term that is over: so none is written any more."""
     with store.writer(poll_seconds=None) as writer, ThreadPoolExecutor(1) as other:
         reached, goes_on = threading.Event(), threading.Event()
 
@@ -138,7 +183,7 @@ LOST = pytest.mark.filterwarnings("ignore:term 1 ended without closing:ckptstore
 
 @pytest.fixture
 def trainer(store: ckptstore.Store) -> Any:
-    """A writer of diffs, and what it is given: step 1 is a full, step 2 waits for its batch."""
+    """A writer of diffs, and its input: step 1 is a full, step 2 waits for its batch."""
     trainer = Trainer()
     writer = store.writer(diffs=DiffOptions(batch=9, seconds=None), poll_seconds=None)
     pending = []
@@ -164,7 +209,7 @@ def test_steps_that_wait_are_not_written_once_the_term_is_over(store: ckptstore.
 
 @LOST
 def test_no_step_waits_for_a_batch_that_cannot_be_written(store: ckptstore.Store, trainer: Any) -> None:
-    """The term ends after the step was taken: its error comes with it, not with the end of the batch."""
+    """The term ends after the step was accepted: its error comes with it, not with the end of the batch."""
     training, writer, waiting = trainer
     training.train()
 
@@ -186,7 +231,7 @@ def test_no_step_waits_for_a_batch_that_cannot_be_written(store: ckptstore.Store
 def test_an_interrupted_save_is_not_committed(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, diffs: DiffOptions | None
 ) -> None:
-    """The caller may change the state as soon as he was interrupted: what is written by then is not what he saved."""
+    """The caller may change the state after the interrupt: bytes written by then are not the saved ones."""
     with store.writer(diffs=diffs, poll_seconds=None) as writer:
         known = threading.Event()
 
@@ -217,7 +262,7 @@ def test_a_fork_is_refused_before_it_waits_for_threads_that_it_does_not_have(tmp
 
 
 def test_a_fork_does_not_wait_for_what_its_parent_saves(tmp_path: Path) -> None:
-    """It would never hear of it. What it knows already it may ask for."""
+    """It would never learn of it. It may ask for known results."""
     store = ckptstore.open(tmp_path / "store")
     with store.writer(poll_seconds=None, max_in_flight=2) as writer:
         done = writer.save_async({"w": np.zeros(5)}, 1)
@@ -246,7 +291,7 @@ def _ask(done: ckptstore.PendingSave, pending: ckptstore.PendingSave) -> None:
 def test_an_interrupted_save_async_commits_nothing_of_another_step(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its job is queued when Ctrl-C comes, and finds in its memory what the next save has copied there."""
+    """Its job is queued when Ctrl-C comes, and its memory has the next save's copy by then."""
     with store.writer(poll_seconds=None) as writer:
         gate = hold(store, writer)
         with monkeypatch.context() as patched:
@@ -263,7 +308,7 @@ def test_an_interrupted_save_async_commits_nothing_of_another_step(
 def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every thread that codes has a chunk of 16 MiB in memory, and one chunk waits to be written."""
+    """Every compressing thread has a chunk of 16 MiB in memory, and one chunk waits to be written."""
     from ckptstore.write import delta_encoding, writer_runtime
 
     lock, met, under_way, most = threading.Lock(), threading.Event(), [0], [0]
@@ -276,7 +321,7 @@ def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
             if most[0] == 2:
                 met.set()
         met.wait(60)
-        time.sleep(0.1)  # so that as many as can come come
+        time.sleep(0.1)  # so that as many as possible arrive
         try:
             return code(*arguments)
         finally:
@@ -325,9 +370,7 @@ class TestWaiting:
             assert all(one.done() for one in pending)
             assert [info.step for info in store.checkpoints()] == [1, 2, 3]
 
-    def test_the_exception_is_there_to_be_asked_for(
-        self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_exception_can_be_queried(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*_: Any) -> Any:
             raise ckptstore.StorageError("the disk is full")
 
@@ -346,7 +389,7 @@ class TestWaiting:
             assert failed.exception() is error
             with pytest.raises(ckptstore.StorageError, match="the disk is full"):
                 failed.result()
-            writer.wait()  # whoever asked was told
+            writer.wait()  # the caller got an error
 
 
 def test_steps_and_refs_may_be_numpy_integers(store: ckptstore.Store) -> None:

@@ -1,4 +1,4 @@
-"""Training as far as a store can tell, without torch: parameters that AdamW moves, and step diffs of them."""
+"""Training as far as a store can tell, without torch: parameters that AdamW updates, and step diffs of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ckptstore.formats.sources import NumpySource
 
 ADAM = optim.AdamW(beta1=0.9, beta2=0.95, weight_decay=0.1)
 SIZES = {"wide": (102, 700), "bias": (700,), "norm": (3,), "one": (1,)}
-"""A tensor that is coded by itself (more than 256 KiB), and some that are coded together."""
+"""A tensor that is encoded alone (more than 256 KiB), and some that are encoded together."""
 LARGE = SIZES | {"wide": (300, 700)}
-"""Of which a chain costs more than the headers of its segments."""
+"""Sizes for which a chain costs more than the headers of its segments."""
 
 
 class Trainer:
-    """Training as far as a store can tell: parameters that AdamW moves, a bf16 copy, buffers, counters."""
+    """Training as far as a store can tell: parameters that AdamW updates, a bf16 copy, buffers, counters."""
 
     def __init__(self, seed: int = 0, sizes: dict[str, tuple[int, ...]] = SIZES) -> None:
         self.rng = np.random.default_rng(seed)
@@ -38,14 +38,14 @@ class Trainer:
         return {**state, "step": self.step, "rng": self.rng.bit_generator.state}
 
     def frozen(self) -> dict[str, Any]:
-        """The state as it is now, for comparison."""
+        """A copy of the present state, for comparison."""
         return {
             name: {key: array.copy() for key, array in part.items()} if name in ("model", "master", "m", "v") else part
             for name, part in self.state().items()
         } | {"buffer": self.buffer.copy()}
 
     def train(self, keep: float | None = None) -> None:
-        """One step; with `keep` the largest share of each gradient alone."""
+        """Take one step; with `keep` only with the largest share of each gradient."""
         self.step += 1
         rule = ADAM.rule(self.numbers())
         for name, weight in self.weights.items():

@@ -1,1 +1,1 @@
-"""Benchmarks: saving and loading against the common tools and the raw disk, and how fast the command starts."""
+"""Benchmarks: saving and loading compared with the common tools and the raw disk, and the start time of the command."""

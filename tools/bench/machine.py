@@ -1,4 +1,4 @@
-"""What the numbers were measured on: hardware, kernel, file system, versions. No host names, no paths."""
+"""Describes the machine of the measurements: hardware, kernel, file system, versions. No host names, no paths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _version(package: str) -> str | None:
 
 
 def describe(folder: Path) -> dict[str, object]:
-    """The machine, and the file system of `folder`, as the report carries them."""
+    """The machine, and the file system of `folder`, for the report."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

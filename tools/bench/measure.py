@@ -37,14 +37,14 @@ def _cpu_seconds() -> float:
 class Ballast:
     """Memory that a driver keeps touched, and releases right before a worker measures.
 
-    A virtual machine with free page reporting gives freed memory back to its host within seconds, and the next touch
-    of such a page costs ten times a page fault (measured: 512 MiB in 1.4 s instead of 0.12 s; a buffered write of 96 MB
-    in 0.40 s instead of 0.07 s). What a measured operation allocates, page cache included, must not depend on who
-    used the memory before it. Half of it are huge pages: small ones, once freed, do not reliably join to huge ones.
-    Where no host takes memory back this changes nothing.
+    A virtual machine with free page reporting gives freed memory back to its host within seconds, and the next touch of
+    such a page costs ten times a page fault (measured: 512 MiB in 1.4 s instead of 0.12 s; a buffered write of 96 MB in
+    0.40 s instead of 0.07 s). The allocations of a measured operation, page cache included, must not depend on earlier
+    users of the memory. Half of it are huge pages: freed small pages do not reliably join to huge ones. On a host that
+    takes no memory back this changes nothing.
 
     Args:
-        nbytes: how much, at most a third of what is available.
+        nbytes: how much, at most a third of the available memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -62,7 +62,7 @@ class Ballast:
             self._memory = [_touched(self._half, huge=True), _touched(self._half, huge=False)]
 
     def release(self) -> None:
-        """Give the memory back to the system."""
+        """Return the memory to the system."""
         while self._memory:
             self._memory.pop(0).close()
 
@@ -80,7 +80,7 @@ def _touched(nbytes: int, *, huge: bool) -> mmap.mmap:
 
 
 def _nothing() -> None:
-    """What a measurement does before it begins, if nothing else is asked for."""
+    """The default action before a measurement: none."""
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Measurement:
         seconds: wall time of the block.
         cpu_seconds: user and system time of this process, its threads included (kernel writeback threads are not).
         peak_rss: bytes by which resident memory rose above the start at its highest, mapped file pages included.
-        read_bytes, written_bytes: from and to storage; the page cache hides what it serves.
+        read_bytes, written_bytes: from and to storage; reads from the page cache do not count.
         marks: name -> seconds since the start.
     """
 
@@ -111,7 +111,7 @@ class Measurement:
     def __enter__(self) -> Self:
         gc.collect()
         self.before()
-        (_PROC / "clear_refs").write_text("5")  # the high-water mark of resident memory starts again here
+        (_PROC / "clear_refs").write_text("5")  # resets the high-water mark of resident memory
         self._rss = _status_bytes("VmRSS")
         self._disk = _disk_bytes()
         self._cpu = _cpu_seconds()

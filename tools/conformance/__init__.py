@@ -1,4 +1,4 @@
-"""The conformance set: whole stores, and what has to come out of them, for readers in any language.
+"""The conformance set: whole stores and their expected contents, for readers in any language.
 
 ``tests/golden/conformance`` holds the stores and ``conformance-1.json``::
 

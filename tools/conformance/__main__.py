@@ -16,12 +16,14 @@ SET = Path(__file__).resolve().parents[2] / "tests" / "golden" / "conformance" /
 def main(arguments: list[str]) -> int:
     """Run every store -> how many answers were wrong."""
     parser = argparse.ArgumentParser(prog="python -m tools.conformance", description=__doc__)
-    parser.add_argument("--set", type=Path, default=SET, help="the JSON that says what has to come out")
+    parser.add_argument("--set", type=Path, default=SET, help="the JSON with the expected answers")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each store")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="is run with the path of a store behind it")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="the command to test; the path of a store is appended"
+    )
     options = parser.parse_args(arguments)
     if not options.command:
-        parser.error("which executable is to be tested?")
+        parser.error("name the executable to test")
     wrong = 0
     for name, store in json.loads(options.set.read_text())["stores"].items():
         found = _run([*options.command, str(options.set.parent / name)], options.timeout)

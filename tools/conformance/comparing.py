@@ -1,4 +1,4 @@
-"""Comparing an answer with what was expected; texts of errors are not compared."""
+"""Compares an answer with the expected one; texts of errors are not compared."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _TEXTS = ("error", "refused")
 
 
 def differences(expected: Any, found: Any, where: str = "") -> list[str]:
-    """What is wrong, each with its place; nothing if the answer is right."""
+    """The differences, each with its place; empty if the answer is right."""
     if isinstance(expected, dict) and isinstance(found, dict):
         if len(expected) == 1 and (text := next(iter(expected))) in _TEXTS:
-            return [] if text in found else [f"{where or 'the store'}: read, and has to be refused"]
+            return [] if text in found else [f"{where or 'the store'}: read, but must be refused"]
         wrong = [f"{where}/{name}: missing" for name in expected if name not in found]
         wrong += [f"{where}/{name}: not expected" for name in found if name not in expected]
         for name in expected:

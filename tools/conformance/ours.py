@@ -19,7 +19,7 @@ __all__ = ["answer"]
 
 
 def answer(folder: Path) -> dict[str, Any]:
-    """What the store at `folder` holds: see `tools.conformance`."""
+    """The contents of the store at `folder`: see `tools.conformance`."""
     try:
         store = ckptstore.open(folder)
         found = store.checkpoints()
@@ -57,7 +57,7 @@ def _checkpoint(store: Store, ref: str) -> dict[str, Any]:
         found = {"state": info.state, "lossy": info.lossy, "tree": tree, "tensors": tensors}
         entry = store.view().catalog.checkpoints[info.term, info.step]
         if said := entry.extra.get("metadata"):
-            found["metadata"] = said  # as it is stored: what `info` has may hold NaN
+            found["metadata"] = said  # as it is stored: the metadata of `info` may have NaN
         return found if (whole := of_rank(tree, None)) == tree else found | {"unranked": dumps(whole).decode()}
     except (CorruptionError, FormatError) as error:
         return {"error": str(error)}

@@ -1,4 +1,4 @@
-"""What is done in a process of its own: a bucket's client does not come through a fork, so who forks never has one."""
+"""Runs a call in its own process: a bucket client does not survive a fork, so a process that forks never has one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["apart"]
 
 
 def apart(call: Callable[[], Any]) -> Any:
-    """What a call gives in a child.
+    """Run a call in a child process -> its result.
 
     Args:
-        call: gives what JSON can say.
+        call: returns a JSON value.
 
     Raises:
-        Violation: what the child raised, as a text.
+        Violation: the child raised it; the message is the child's.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -36,7 +36,7 @@ def apart(call: Callable[[], Any]) -> Any:
         text = pipe.read()
     os.waitpid(child, 0)
     if not text:
-        raise Violation("a process that looks at the store ended without a word")
+        raise Violation("a process that checks the store ended without a result")
     said = json.loads(text)
     if "violation" in said:
         raise Violation(said["violation"])

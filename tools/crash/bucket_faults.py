@@ -1,7 +1,7 @@
-"""Every kind of fault at every request of a store's life in a bucket: `tools.crash.faultsweep --medium s3`.
+"""Injects every kind of fault at every request of a store's life in a bucket: `tools.crash.faultsweep --medium s3`.
 
-A fault is done to one request, or to all from there on; then a healthy way that goes past the proxy has to find what
-was acknowledged.
+A fault hits one request, or all requests from there on. Then a healthy client that bypasses the proxy must find every
+acknowledged checkpoint.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ KINDS: Final[dict[str, tuple[str, int]]] = {
     **{f"{fault}": (fault, 1) for fault in FAULTS if fault != "slow"},
     **{f"{fault} from here on": (fault, -1) for fault in _FOR_EVER},
 }
-"""Name -> (fault of the proxy, how many requests in a row). ``403``: the rights are taken away."""
+"""Name -> (fault of the proxy, how many requests in a row). ``403``: the access rights are revoked."""
 _UNSEEN: Final = frozenset({"flip_up"})
-"""What only a server that compares checksums can refuse."""
+"""Faults that only a server that compares checksums can reject."""
 _SECONDS: Final = {"late": 0.2, "stall": 2 * TIMEOUT}
 _TRIES: Final = 4
 
 
 def rule(kind: str, nth: int) -> Rule:
-    """What does a kind of fault to the `nth` request, from 1, that it can be done to."""
+    """The proxy rule for a kind of fault at the `nth` request (from 1) that this fault can hit."""
     fault, times = KINDS[kind]
     return Rule(fault, times=times, skip=nth - 1, seconds=_SECONDS.get(fault, 0.2))
 
 
 def operations(server: Server, *, life: str = "whole", parts: bool = False) -> Counter[str]:
-    """What a healthy life asks of its bucket: operation of the proxy -> how often."""
+    """The requests of a healthy life: operation of the proxy -> count."""
     with FaultProxy(server.port) as proxy:
         _lived(server, proxy, life, [], parts=parts)
         return Counter(one["operation"] for one in proxy.log())
 
 
 def places(asked: Counter[str], kind: str) -> int:
-    """How many requests of a life a kind of fault can be done to."""
+    """The number of requests of a life that a kind of fault can hit."""
     done_to = FAULTS.get(KINDS[kind][0])
     return sum(count for operation, count in asked.items() if done_to is None or operation in done_to)
 
 
 def inject(server: Server, *rules: Rule, life: str = "whole", parts: bool = False) -> tuple[str | None, int, int]:
-    """One life with faults, then a check by a healthy process.
+    """Run one life with faults, then let a healthy process check the store.
 
     Args:
-        parts: small segments go up in parts, as large ones do.
+        parts: upload small segments in parts, as large ones are.
 
     Returns:
         the class of the error that surfaced, or None; how many requests met a fault; checkpoints restored.

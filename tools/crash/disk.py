@@ -1,7 +1,7 @@
-"""What a file system is made of, and the operations that change it: the vocabulary of the crash tools.
+"""Models a file system and the operations that change it: the vocabulary of the crash tools.
 
-Folders and files are numbered *nodes*; node 0 is ``/``. A name in a folder points to a node, several names may point to
-one file. `Tree` is a file system being used, `Image` a frozen one, an `Operation` what happens to it.
+Folders and files are numbered *nodes*; node 0 is ``/``. A name in a folder points to a node, and several names may
+point to one file. `Tree` is a file system in use, `Image` a frozen one, an `Operation` a change to it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 ROOT = 0
 LINE = 64
-"""Bytes: what is stored into mapped memory gets to the medium in whole lines, each in its own time."""
+"""Size of a cache line in bytes: stores to mapped memory reach the medium in whole lines, each at its own time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """`data` at `offset` of a file."""
+    """Write `data` at `offset` of a file."""
 
     node: int
     offset: int
@@ -28,7 +28,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """A file's size set to `size`, zeros where it grows."""
+    """Set a file's size to `size`; where the file grows, it is filled with zeros."""
 
     node: int
     size: int
@@ -36,7 +36,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """A file grown to at least `size` with zeros (``fallocate``)."""
+    """Extend a file to at least `size` bytes with zeros (``fallocate``)."""
 
     node: int
     size: int
@@ -44,9 +44,9 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """`data` stored at `offset` of a mapped file: no line is certain before a `Drain`. It never makes the file longer.
+    """Store `data` at `offset` of a mapped file. No line is durable before a `Drain`. A store never extends the file.
 
-    `number` tells stores apart.
+    `number` identifies the store.
     """
 
     node: int
@@ -57,14 +57,14 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """These stores have reached the medium, by a fence or msync. Length and name of the file need a `Sync`."""
+    """These stores have reached the medium, by a fence or msync. The file's length and name need a `Sync`."""
 
     stores: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A name made for a new file, a new folder, or (``link``) a file that has one already."""
+    """Create a name for a new file or a new folder, or (``link``) a second name for a file."""
 
     folder: int
     name: str
@@ -74,7 +74,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Unname:
-    """A name removed (``unlink``)."""
+    """Remove a name (``unlink``)."""
 
     folder: int
     name: str
@@ -83,7 +83,7 @@ class Unname:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """A name replaced by another in the same folder, in one step."""
+    """Replace a name by another in the same folder, atomically."""
 
     folder: int
     name: str
@@ -100,14 +100,14 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class SyncFailed:
-    """A sync that reported an error. What it should have saved may be lost, whatever a later sync says."""
+    """A sync that reported an error. The data that it should have saved may be lost, even if a later sync succeeds."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Not an operation: the harness notes that from here on `label` was promised to survive."""
+    """Not an operation: the harness notes that from here on `label` is promised to survive."""
 
     label: Hashable
 
@@ -133,7 +133,7 @@ EMPTY_FILE = Blob(b"")
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A file system at rest. Nodes without a name are not part of it.
+    """A frozen file system. Nodes without a name are not part of it.
 
     Attributes:
         folders: names and nodes in each folder.
@@ -144,7 +144,7 @@ class Image:
     files: Mapping[int, Blob] = field(default_factory=dict)
 
     def walk(self, folder: int = ROOT, path: str = "") -> Iterator[tuple[str, Blob | None]]:
-        """Every absolute path with the file's contents, or None for a folder; sorted, a folder before what it holds."""
+        """Every absolute path with the file's contents, or None for a folder; sorted, a folder before its entries."""
         for name, node in sorted(self.folders[folder].items()):
             if node in self.folders:
                 yield f"{path}/{name}", None
@@ -171,14 +171,14 @@ class Image:
 
 
 class Tree:
-    """A file system being used. Starts as `image`, whose contents are shared until written to."""
+    """A file system in use. Starts as `image`, and copies contents only when they are written."""
 
     def __init__(self, image: Image) -> None:
         self.folders = {node: dict(names) for node, names in image.folders.items()}
         self.files: dict[int, Blob | bytearray] = dict(image.files)
 
     def contents(self, node: int) -> bytes | bytearray:
-        """The file's bytes; not to be changed."""
+        """The file's bytes; do not change them."""
         held = self.files[node]
         return held.data if isinstance(held, Blob) else held
 
@@ -223,14 +223,14 @@ def grow(data: bytearray, size: int) -> None:
 
 
 def put(held: bytearray, offset: int, data: bytes) -> None:
-    """Replace bytes of `held`, which gets no longer."""
+    """Replace bytes of `held` without extending it."""
     end = min(offset + len(data), len(held))
     if offset < end:
         held[offset:end] = data[: end - offset]
 
 
 def give_birth(operation: Name, folders: dict[int, dict[str, int]], files: dict[int, Any]) -> None:
-    """Put the new, empty file or folder among the nodes, if the operation makes one."""
+    """Add the new, empty file or folder to the nodes, if the operation makes one."""
     if operation.kind == "file":
         files[operation.node] = EMPTY_FILE
     elif operation.kind == "folder":
@@ -238,7 +238,7 @@ def give_birth(operation: Name, folders: dict[int, dict[str, int]], files: dict[
 
 
 def rename(names: dict[str, int], operation: NameOperation) -> None:
-    """Carry out one operation on a folder's names. One whose name went missing in a crash does nothing."""
+    """Carry out one operation on a folder's names. A name that a crash removed is ignored."""
     match operation:
         case Name(_, name, node, _):
             names[name] = node

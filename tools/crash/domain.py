@@ -1,14 +1,14 @@
-"""A simulated persistence domain: what was stored is on the medium when a fence says so, by lines of 64 bytes.
+"""Simulates a persistence domain: stores are on the medium once a fence says so, in lines of 64 bytes.
 
 ::
 
     posix = RecordingPosix()
     backend = PmemBackend("/store", posix, library=lambda: Domain(posix))
 
-It stands in for libpmem under a backend on a `RamPosix`. Memory that is copied without a fence waits in the buffers of
-the processor that copied; what ordinary stores left waits in its cache until it is flushed; a fence waits for what *its
-own* thread has copied or flushed, and for nothing else. Whatever waits may have reached the medium all the same:
-`tools.crash.enumerate` visits the states in which any subset of these lines has.
+It replaces libpmem under a backend on a `RamPosix`. Memory that is copied without a fence waits in the buffers of the
+processor that copied it; ordinary stores wait in its cache until they are flushed. A fence waits only for the copies
+and flushes of *its own* thread. Waiting data may already have reached the medium: `tools.crash.enumerate` visits the
+states in which any subset of these lines has.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Domain(Libpmem):
         if "flush" in self._forgets:
             return
         found = {store.number for store in self._posix.pending_stores(memory)}
-        with self._lock:  # what another processor has in its buffers is in no cache
+        with self._lock:  # data in another processor's buffers is in no cache
             self._waiting.setdefault(threading.get_ident(), set()).update(found - self._copied)
 
     def drain(self) -> None:

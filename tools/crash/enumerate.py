@@ -1,6 +1,6 @@
-"""All the states in which a power cut may leave a disk, in the spirit of SQLite's ``test6.c`` and of ALICE (OSDI 2014).
+"""Enumerates the states in which a power cut may leave a disk, like SQLite's ``test6.c`` and ALICE (OSDI 2014).
 
-Run something on a `RecordingPosix`, note what it promised, and look at every state that a crash may leave::
+Run something on a `RecordingPosix`, note its promises, and look at every state that a crash may leave::
 
     posix = RecordingPosix()
     backend = LocalBackend("/store", posix)
@@ -14,21 +14,23 @@ Run something on a `RecordingPosix`, note what it promised, and look at every st
             assert survivor.get(key) == key.encode(), state.explain()
         assert set(survivor.list("log/")) <= {"log/0", "log/1"}
 
-What the model lets a crash do, which is what POSIX lets it do (real file systems promise more, each something else):
+The model allows what POSIX allows (real file systems promise more, each in its own way):
 
-- A write, truncation or allocation that no later fsync of the file covers is kept, lost, or, a write, *torn*: any of
-  its 512-byte sectors on disk, the others as before; the length grown or not; where it grew, zeros or stale bytes.
+- A write, truncation or allocation that no later fsync of the file covers is kept or lost. A write may also be *torn*:
+  any of its 512-byte sectors are on disk, the others are as before; the length has grown or not; the added part holds
+  zeros or stale bytes.
 - A name made, removed or renamed that no later fsync of its folder covers is kept or lost, in any combination. The
-  fsync of a file does not save its name, that of a folder not the folder's own name in its parent.
-- What was *stored* into a mapped file and not drained since (`Drain`: the fence of the thread that stored, or msync)
-  is there or not, line of 64 bytes by line. An fsync of the file drains nothing; a drain saves no length and no name.
-- What was pending when a sync *failed* stays in doubt for ever: a later sync that succeeds does not save it.
+  fsync of a file does not save its name. The fsync of a folder does not save the folder's own name in its parent.
+- Data that was *stored* into a mapped file and not drained since (`Drain`: the fence of the thread that stored, or
+  msync) is there or not, line of 64 bytes by line. An fsync of the file drains nothing; a drain saves no length and no
+  name.
+- Whatever was pending when a sync *failed* stays in doubt for ever: a later sync that succeeds does not save it.
 
-Cuts are taken just before each sync, drain and acknowledgement, and at the end: a cut anywhere else leaves a state that
-the next of these leaves too, with the operations between lost. While the combinations at a cut number `limit` or fewer
-all are visited, else the telling ones (nothing, everything, all but one, one alone, everything up to one) and random
-ones.
-Torn patterns are a sample in either case. The same `seed` gives the same states; equal states are visited once.
+Cuts are taken just before each sync, drain and acknowledgement, and at the end. A cut anywhere else leaves a state that
+the next of these also leaves, with the operations between them lost. If the combinations at a cut number `limit` or
+fewer, all are visited; otherwise the most telling ones (nothing, everything, all but one, one alone, everything up to
+one) and random ones. Torn patterns are always a sample. The same `seed` gives the same states; equal states are visited
+once.
 """
 
 from __future__ import annotations
@@ -66,13 +68,13 @@ from tools.crash.recording import RecordingPosix
 
 @dataclass(frozen=True, slots=True)
 class CrashState:
-    """One state in which the disk may be after a crash.
+    """One state in which a crash may leave the disk.
 
     Attributes:
         image: the file system.
         position: how many operations of the history were issued before the cut.
         acknowledged: labels promised before the cut, in order.
-        fates: what became of each operation that was not certain.
+        fates: the outcome of each operation that was not durable.
         exhaustive: whether all combinations at this cut were visited (with sampled torn patterns).
     """
 
@@ -87,7 +89,7 @@ class CrashState:
         return RamPosix(self.image)
 
     def explain(self) -> str:
-        """What was lost, and what is there: for the message of a failing test."""
+        """Lists the lost operations and the files that remain, for the message of a failing test."""
         lines = [f"cut after operation {self.position}, {len(self.acknowledged)} acknowledged; not on disk:"]
         lines += [f"  {fate.what}: {operation}" for operation, fate in self.fates if fate.what != "kept"]
         lines.append("files:")
@@ -100,11 +102,11 @@ class _Pending:
     operation: ContentOperation | NameOperation
     fates: tuple[Fate, ...]
     doubtful: bool = False  # a sync that should have saved it failed
-    certain: bool = False  # saved, but to be applied after one that is not
+    certain: bool = False  # saved, but applied after one that is not
 
     @property
     def unsaved(self) -> bool:
-        """Whether a sync of the file does not save it."""
+        """Whether the operation stays in doubt after a sync of the file."""
         return self.doubtful or (isinstance(self.operation, Store) and not self.certain)
 
     @property
@@ -114,7 +116,7 @@ class _Pending:
 
 
 class _Disk:
-    """What is certain and what is pending, as the history goes on."""
+    """The certain and the pending operations at a position of the history."""
 
     def __init__(self, base: Image) -> None:
         self.folders = {node: dict(names) for node, names in base.folders.items()}
@@ -153,7 +155,7 @@ class _Disk:
             pending.doubtful |= pending.owner == node and not pending.certain
 
     def image(self, fates: Sequence[Fate], cache: dict[tuple[int, tuple[Fate, ...]], Blob]) -> Image:
-        """The disk if the pending operations met these fates. `cache` saves equal contents from being made twice."""
+        """The disk if the pending operations met these fates. `cache` avoids building equal contents twice."""
         folders, files = dict(self.folders), dict(self.files)
         writes: dict[int, list[tuple[ContentOperation, Fate]]] = {}
         for pending, fate in zip(self.pending, fates, strict=True):
@@ -184,7 +186,7 @@ def _telling(choices: Sequence[tuple[Fate, ...]]) -> Iterator[tuple[Fate, ...]]:
 
 
 def _combinations(choices: Sequence[tuple[Fate, ...]], limit: int, source: random.Random) -> Iterator[tuple[Fate, ...]]:
-    """All of them if they number `limit` or fewer, else `limit`: the telling ones first, then random ones."""
+    """All combinations if they number `limit` or fewer, else `limit`: the most telling ones first, then random ones."""
     if math.prod(map(len, choices)) <= limit:
         return itertools.product(*choices)
     at_random = (tuple(map(source.choice, choices)) for _ in itertools.count())
@@ -197,11 +199,11 @@ def crash_states(
     """Every state that a power cut during the recording may leave: see the module.
 
     Args:
-        recording: what happened; its history must not grow meanwhile.
-        limit: at most so many combinations are visited at each cut.
+        recording: the recorded run; its history must not grow meanwhile.
+        limit: visit at most this many combinations at each cut.
         seed: decides torn patterns and, beyond `limit`, the sample.
         torn: random torn patterns for each write of several sectors.
-        begin: cuts before this position of the history are passed over.
+        begin: skip cuts before this position of the history.
     """
     disk = _Disk(recording.base)
     lengths = {node: len(blob.data) for node, blob in recording.base.files.items()}
@@ -232,7 +234,7 @@ def crash_states(
 
 
 def _follow(lengths: dict[int, int], operation: ContentOperation | NameOperation) -> int:
-    """Keep account of how long each file is for those who use it; returns the length before `operation`."""
+    """Track the length of each file as its processes see it; returns the length before `operation`."""
     if isinstance(operation, Name | Unname | Rename):
         return 0
     before = lengths.get(operation.node, 0)

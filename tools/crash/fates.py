@@ -1,4 +1,4 @@
-"""What a crash may make of one operation that was not synced, and of a file with several."""
+"""The possible outcomes of one unsynced operation after a crash, and of a file with several of them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tools.crash.disk import LINE, Allocate, Blob, ContentOperation, NameOperati
 from tools.crash.ramfs import SECTOR
 
 STALE = b"\xa5"
-"""What a block holds that was given to the file but never written."""
+"""The content of a block that was allocated to the file but never written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What a crash made of one operation.
+    """The outcome of one operation after a crash.
 
     Attributes:
         what: for messages.
         sectors: bit i: whether the i-th sector of a write, or line of a store, is on disk. For other operations 1
             (kept) or 0 (lost).
         grows: whether a write's new length is on disk.
-        stale: what the sectors that are not on disk hold where the file grew: stale bytes instead of zeros.
+        stale: the content of missing sectors where the file grew: stale bytes instead of zeros.
     """
 
     what: str
@@ -91,7 +91,7 @@ def _sectors(write: Write) -> range:
 def possible_fates(
     operation: ContentOperation | NameOperation, length: int, torn: int, source: random.Random
 ) -> tuple[Fate, ...]:
-    """What may become of `operation` on a file of `length` bytes; `torn` random patterns beside the regular ones."""
+    """The possible fates of `operation` on a file of `length` bytes; `torn` random patterns beside the regular ones."""
     if isinstance(operation, Store):
         return _fates_of_lines(len(_lines(operation)), torn, source)
     if not isinstance(operation, Write):
@@ -109,7 +109,7 @@ def possible_fates(
 
 
 def _fates_of_lines(count: int, torn: int, source: random.Random) -> tuple[Fate, ...]:
-    """Any subset of the lines may be there: all subsets of a few lines, of many the telling ones and a sample."""
+    """Any subset of the lines may be there: all subsets of a few lines; of many, the most telling ones and a sample."""
     everything = (1 << count) - 1
     if count <= 3:
         subsets = range(1, everything)

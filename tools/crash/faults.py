@@ -1,13 +1,13 @@
-"""A file system whose calls fail when told to.
+"""A file system whose calls fail on demand.
 
 ::
 
     posix = FaultyPosix(RecordingPosix(), sync_fails(nth=2))
     backend = LocalBackend("/store", posix)
 
-Faults wrap any `Posix`, a real disk's too; on a `RecordingPosix` a failed sync is also recorded as failed, so that the
-enumerator knows that what it should have saved stays in doubt. `FaultyPosix.calls` counts what was called: run a
-scenario once without faults to learn how many places there are to fail, then visit each.
+Faults wrap any `Posix`, also one of a real disk. On a `RecordingPosix` a failed sync is also recorded as failed, so the
+enumerator knows that its data stays in doubt. `FaultyPosix.calls` counts the calls: run a scenario once without faults
+to learn how many places can fail, then visit each.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong, and when.
+    """A fault: which calls fail, and how.
 
     Attributes:
         calls: names of `Posix` methods, counted together.
         nth: the first of them to fail, from 1.
         times: how many in a row fail; None: all from there on.
         code: errno to raise, or None for none.
-        part: how much of the call is done all the same: of a read or write this share of the bytes (at least one of
-            them), of another call nothing (0) or everything (1).
+        part: how much of the call still happens: of a read or write this share of the bytes (at least one byte), of
+            another call nothing (0) or everything (1).
     """
 
     calls: frozenset[str]
@@ -76,22 +76,22 @@ def sync_forgotten(nth: int = 1, times: int | None = 1) -> Fault:
 
 
 def disk_full(nth: int = 1) -> tuple[Fault, Fault]:
-    """The `nth` write is cut short by half, and from then on every write and reservation reports ENOSPC."""
+    """The `nth` write writes half its bytes, and from then on every write and reservation reports ENOSPC."""
     return Fault(frozenset({"pwrite"}), nth, 1, None, 0.5), Fault(frozenset({"pwrite"}), nth + 1, None, errno.ENOSPC)
 
 
 def short_writes(nth: int = 1, times: int | None = None, part: float = 0.3) -> Fault:
-    """Writes write less than they were given, without an error."""
+    """Writes write fewer bytes than they were given, without an error."""
     return Fault(frozenset({"pwrite"}), nth, times, None, part)
 
 
 def short_reads(nth: int = 1, times: int | None = None, part: float = 0.3) -> Fault:
-    """Reads return less than was asked for, without an error."""
+    """Reads return fewer bytes than were requested, without an error."""
     return Fault(READS, nth, times, None, part)
 
 
 def interrupted(nth: int = 1, times: int | None = 1) -> Fault:
-    """Reads and writes report EINTR, nothing done."""
+    """Reads and writes report EINTR and do nothing."""
     return Fault(READS | {"pwrite"}, nth, times, errno.EINTR)
 
 
@@ -106,17 +106,17 @@ def acknowledgement_lost(nth: int = 1, times: int | None = 1) -> Fault:
 
 
 def no_hard_links(code: int = errno.EPERM) -> Fault:
-    """No file system with hard links."""
+    """The file system has no hard links."""
     return Fault(frozenset({"link"}), 1, None, code)
 
 
 def no_exclusive_rename() -> Fault:
-    """No RENAME_NOREPLACE either."""
+    """The file system also lacks RENAME_NOREPLACE."""
     return Fault(frozenset({"rename_exclusive"}), 1, None, errno.EINVAL)
 
 
 def read_only_mount() -> Fault:
-    """Everything that would change the disk reports EROFS."""
+    """Every call that would change the disk reports EROFS."""
     return Fault(CHANGES, 1, None, errno.EROFS)
 
 
@@ -131,7 +131,8 @@ class FaultyPosix(Posix):
         self.inner = inner or RamPosix()
         self.calls: Counter[str] = Counter()
         self._faults = [(fault, Counter[str]()) for fault in faults]
-        self._lock = threading.RLock()  # a handle that nobody holds any more is closed in any thread, in here too
+        # The garbage collector may close an unused handle in any thread, also inside this lock.
+        self._lock = threading.RLock()
 
     def _fault(self, *names: str) -> Fault | None:
         """Count a call; returns the fault that hits it, if any."""

@@ -1,10 +1,10 @@
-"""Every kind of fault at every place of a store's life: the error surfaces, nothing acknowledged is lost.
+"""Injects every kind of fault at every place of a store's life: the error surfaces, nothing acknowledged is lost.
 
     python -m tools.crash.faultsweep --every 5
     python -m tools.crash.faultsweep --every 50 --medium s3     # at the requests to a bucket: `bucket_faults`
 
-For a fault at place n the store lives until the fault ends it (or not), then a healthy process checks what is there.
-For faults of the disk itself (a sync that fails, a full disk) the crash states they leave are checked as well.
+For a fault at place n the store lives until the fault ends it (or not), then a healthy process checks the store. For
+faults of the disk itself (a sync that fails, a full disk) the crash states that they leave are checked as well.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[str, Callable[[int], tuple[Fault, ...]]]] = {
     "EINTR": ("transfer", lambda nth: (faults.interrupted(nth),)),
     "link done, acknowledgement lost": ("link", lambda nth: (faults.acknowledgement_lost(nth),)),
 }
-"""Name -> (what its places are counted in, fault at the n-th place)."""
+"""Name -> (calls that count as its places, fault at the n-th place)."""
 
 _COUNTED = {
     "sync": faults.SYNCS,
@@ -58,7 +58,7 @@ _COUNTED = {
 def inject(
     *chosen: Fault, cuts: int = 0, seed: int = 0, medium: str = "folder", life: str = "whole"
 ) -> tuple[str | None, int, int]:
-    """One life with faults, then a check by a healthy process, and of up to `cuts` states of a crash from the fault on.
+    """Run one life with faults, then let a healthy process check it, and up to `cuts` crash states from the fault on.
 
     Returns:
         the class of the error that surfaced, or None; crash states checked; checkpoints restored.
@@ -81,9 +81,8 @@ def inject(
             LIVES[life](lambda: backend_on(medium, "/store", faulty, disk), acknowledge)
     except CkptError as error:
         surfaced = type(error).__name__
-    # What is seen without a power cut is judged first, on a copy, because the check writes.
-    # Of each cut only the states that lose the most: what counts is that the cuts reach past what was acknowledged
-    # after the fault.
+    # First judge the state without a power cut, on a copy, because the check writes. Of each cut visit only the states
+    # that lose the most: the cuts must reach past the acknowledgements after the fault.
     states = restored = 0
     failed = (at for at, operation in enumerate(disk.history) if isinstance(operation, SyncFailed))
     begin = next(failed, max(0, len(disk.history) - cuts))
@@ -96,7 +95,7 @@ def inject(
 
 
 def places(kind: str, medium: str = "folder", life: str = "whole") -> int:
-    """How many places a healthy life has for a kind of fault."""
+    """The number of places that a healthy life has for a kind of fault."""
     disk = RecordingPosix()
     healthy = FaultyPosix(disk)
     LIVES[life](lambda: backend_on(medium, "/store", healthy, disk), lambda _: None)
@@ -137,7 +136,7 @@ def sweep(
 def _done(options: argparse.Namespace) -> Sweep:
     if options.medium not in BUCKETS:
         return sweep(options.every, cuts=options.cuts, seed=options.seed, medium=options.medium, life=options.life)
-    warm_up()  # what is compiled at the first call would time requests out
+    warm_up()  # compiling at the first call would let requests time out
     with served(options.medium) as server:
         return bucket_faults.sweep(
             server, options.every, start=options.seed, life=options.life, checks=options.medium == "s3"
@@ -145,13 +144,13 @@ def _done(options: argparse.Namespace) -> Sweep:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="inject at every N-th place only")
     parser.add_argument("--cuts", type=int, default=20, help="crash states to check after each fault of the disk")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--medium", choices=(*MEDIA, *BUCKETS), default="folder")
-    parser.add_argument("--life", choices=LIVES, default="whole", help="what is done with the store")
+    parser.add_argument("--life", choices=LIVES, default="whole", help="the life of the store")
     options = parser.parse_args()
     begin = time.monotonic()
     done = _done(options)

@@ -1,7 +1,7 @@
-"""A local backend that leaves one of its syncs out: negative controls for everything that cuts the power.
+"""A local backend that omits one of its syncs: a negative control for every tool that cuts the power.
 
-Each name of `SITES` is one place where the backend makes something durable. A `ForgetfulBackend` without it must be
-caught: by real cuts (`tools.crash.powercut`) where that file system lets the omission show, by enumeration
+Each name of `SITES` is one place where the backend makes something durable. The tools must catch a `ForgetfulBackend`
+that omits it: real cuts (`tools.crash.powercut`) where that file system shows the omission, enumeration
 (`tools.crash.states`, `tools.crash.killcuts`) always.
 """
 
@@ -24,14 +24,14 @@ SITES: Final = {
     "segment name": "fsync of seg/<term>/ in seal: without it a committed segment has no name",
     "old header": "fdatasync of a recycled file's cleared header: without it the old header may be over new data",
     "recycled data": "fdatasync of a recycled file's data before its header: without it that may be over old data",
-    "folder names": "fsync of the parents of new folders, and of FORMAT's name: without it whole folders go",
-    "settle": "fsync before acting on what was only seen: without it the act outlives what it rests on",
+    "folder names": "fsync of the parents of new folders, and of FORMAT's name: without it whole folders are lost",
+    "settle": "fsync before acting on an object that was only seen: without it the act outlives the object",
 }
-"""Name -> what is left out, and what a power cut then does."""
+"""Name -> the omitted sync, and the effect of a power cut then."""
 
 
 def site_of(path: str, root: str) -> str | None:
-    """Which of `SITES` an fsync of `path` belongs to, of the store at `root`; None: none of them."""
+    """Which of `SITES` an fsync of `path` belongs to, for the store at `root`; None: none of them."""
     if not path.startswith(f"{root}/"):
         return "folder names"  # the root itself and the folders above it
     first, _, rest = path.removeprefix(f"{root}/").partition("/")
@@ -48,7 +48,7 @@ def site_of(path: str, root: str) -> str | None:
 
 
 class ForgetfulPosix(FaultyPosix):
-    """`inner`, but syncs of one site report success and do nothing."""
+    """Wraps `inner`; syncs of one site report success and do nothing."""
 
     def __init__(self, inner: Posix, root: str, site: str) -> None:
         super().__init__(inner)
@@ -69,11 +69,11 @@ class ForgetfulPosix(FaultyPosix):
     def site(self, fd: int) -> str | None:
         """Which of `SITES` the next sync of `fd` belongs to."""
         if fd in self._recycled and self._recycled[fd] < 2:
-            return ("old header", "recycled data")[self._recycled[fd]]  # then comes the seal
+            return ("old header", "recycled data")[self._recycled[fd]]  # the seal follows
         return "settle" if self.settling else site_of(self._paths[fd], self._root)
 
     def path(self, fd: int) -> str:
-        """What `fd` was opened as."""
+        """The path with which `fd` was opened."""
         return self._paths[fd]
 
     def _sync(self, call: Callable[[int], None], name: str, fd: int) -> None:
@@ -92,7 +92,7 @@ class ForgetfulBackend(LocalBackend):
     """The store at `path` without one of `SITES`.
 
     Attributes:
-        forgetful: the calls that it makes.
+        forgetful: its system calls.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ForgetfulBackend(LocalBackend):
         super().__init__(path, self.forgetful, direct=direct, recycle=recycle)
 
     def settle(self, prefix: str) -> None:
-        """See `Backend.settle`; its syncs are the site ``settle``, whatever folder they are of."""
+        """See `Backend.settle`. All its syncs belong to the site ``settle``, whatever their folder."""
         self.forgetful.settling = True
         try:
             super().settle(prefix)

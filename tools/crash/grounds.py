@@ -1,7 +1,7 @@
-"""Where the crash tools make their stores: in folders, or in a bucket of a server on loopback, behind a fault proxy.
+"""Places for the stores of the crash tools: folders, or prefixes of a bucket on a loopback server behind a fault proxy.
 
-Whoever is tormented comes to a bucket through the proxy, if there is one; whoever judges goes past it. In a bucket
-nothing is done by the process that forks: see `apart`.
+The tested processes reach a bucket through the proxy, if there is one; the checks bypass it. The process that forks
+never uses a bucket itself: see `apart`.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ from tools.objects.server import Server, options_for, serving
 __all__ = ["BUCKETS", "TIMEOUT", "Bucket", "BucketPlace", "Ground", "Place", "bucket", "ground", "mishaps", "served"]
 
 BUCKETS: Final = ("s3", "s3-memory")
-"""``s3`` is ministack; ``s3-memory`` the server of the benchmarks: it loses everything when it ends, and is fast."""
+"""``s3`` is ministack. ``s3-memory`` is the server of the benchmarks: it is fast, and loses everything when it ends."""
 TIMEOUT: Final = 2.0
-"""Seconds for an answer through the proxy."""
+"""Timeout of a request through the proxy, in seconds."""
 
 
 class Place(ABC):
-    """Where one store lies.
+    """The location of one store.
 
     Attributes:
-        faulty: whether who is tormented may meet errors of the medium.
+        faulty: whether the tested process may meet errors of the medium.
     """
 
     faulty: bool = False
 
     @abstractmethod
     def backend(self) -> Backend:
-        """A way to the store."""
+        """A healthy backend for the store."""
 
     def tormented(self) -> Backend:
-        """The way of who is to be killed."""
+        """The backend of the process that will be killed."""
         return self.backend()
 
     @abstractmethod
     def judged(self, look: Callable[[Backend], Any], *, settled: bool = True) -> Any:
-        """What a look at the store gives: a number, a text or a list of them.
+        """The result of a check of the store: a number, a text or a list of them.
 
         Args:
-            settled: wait for what is still on its way to the store.
+            settled: wait for requests that are still in flight to the store.
         """
 
     def small_uploads(self) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, small segments go to the medium as large ones do."""
+        """A context in which small segments are written as large ones are."""
         return contextlib.nullcontext()
 
     @abstractmethod
     def remove(self) -> None:
-        """It is not needed any more."""
+        """Delete the store."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class FolderPlace(Place):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A server, and what stands before it."""
+    """A server, and the proxy in front of it."""
 
     server: Server
     proxy: DistantProxy
 
     def through_proxy(self) -> Mapping[str, Any]:
-        """Options for who meets the faults."""
+        """Backend options for the processes that meet the faults."""
         return options_for(self.proxy.port, read_timeout=TIMEOUT)
 
 
@@ -107,8 +107,8 @@ class BucketPlace(Place):
     """A prefix of a bucket.
 
     Attributes:
-        faulty: whether who is tormented comes through the proxy.
-        parts: whether small segments go up in parts.
+        faulty: whether the tested process uses the proxy.
+        parts: whether small segments are uploaded in parts.
     """
 
     url: str
@@ -131,24 +131,24 @@ class BucketPlace(Place):
         return small_uploads() if self.parts else contextlib.nullcontext()
 
     def remove(self) -> None:
-        """The server ends with the campaign, and what it has with it."""
+        """Do nothing: the server ends with the campaign, and its data with it."""
 
 
 class Ground(ABC):
-    """Where places are to be had."""
+    """Makes places for stores."""
 
     @abstractmethod
     def place(self, number: int, *, recycles: bool) -> Place:
-        """The place of this number: always the same store, as long as it is not removed.
+        """The place with this number: the same store each time, until it is removed.
 
         Args:
-            recycles: where a medium has such a choice: its files are used again.
+            recycles: on media that have the choice: whether deleted files are used again.
         """
 
 
 @dataclass
 class Folders(Ground):
-    """Below a folder."""
+    """Folders below one folder."""
 
     root: Path
     medium: str
@@ -160,7 +160,7 @@ class Folders(Ground):
 
 @dataclass
 class Prefixes(Ground):
-    """In a bucket: every other store is tormented through the proxy, every other two go up in parts."""
+    """Prefixes of a bucket: every other store is tested through the proxy, every other two upload in parts."""
 
     bucket: Bucket
     _numbers: dict[int, BucketPlace] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class Prefixes(Ground):
 
 @contextlib.contextmanager
 def served(medium: str) -> Iterator[Server]:
-    """A server with a bucket on loopback. `medium`: one of `BUCKETS`."""
+    """A loopback server with a bucket. `medium`: one of `BUCKETS`."""
     with tempfile.TemporaryDirectory(prefix="ckptstore-bucket-") as folder:
         (Path(folder) / "server").mkdir()
         with serving(Path(folder) / "server") if medium == "s3" else serving_fast() as server:
@@ -185,18 +185,18 @@ def served(medium: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def bucket(medium: str, seed: int = 0) -> Iterator[Bucket]:
-    """A server, and before it a proxy that does nothing yet. `medium`: one of `BUCKETS`."""
+    """A server, and in front of it a proxy without rules yet. `medium`: one of `BUCKETS`."""
     with served(medium) as server, proxying(server.port, seed) as proxy:
         yield Bucket(server, proxy)
 
 
 @contextlib.contextmanager
 def ground(medium: str, folder: Path | None = None, seed: int = 0) -> Iterator[Ground]:
-    """A ground of a medium.
+    """The ground of a medium.
 
     Args:
         medium: one of `media.MEDIA` or `BUCKETS`.
-        folder: where folders are made; None: among the temporary ones.
+        folder: where folders are made; None: in the temporary folder.
     """
     if medium in BUCKETS:
         with bucket(medium, seed) as found:
@@ -211,11 +211,11 @@ def ground(medium: str, folder: Path | None = None, seed: int = 0) -> Iterator[G
 
 
 def mishaps(odds: float = 0.05) -> Sequence[Rule]:
-    """What happens to a share of the requests of many processes at once.
+    """Faults for a share of the requests of many processes at once.
 
-    What a network or a server does, and a store must bear beside others: nothing here flips bits, or lists what
-    is old (`tools.objects.faults` does, to one process). What comes ``late`` comes when its sender may be dead, and
-    the next writer at work.
+    They are faults of a network or a server that a store must tolerate while others work: none flips bits or lists old
+    objects (`tools.objects.faults` does, for one process). A ``late`` request arrives when its sender may be dead and
+    the next writer is at work.
     """
     kinds = ("lost_ack", "duplicate", "reset", "409", "412", "500", "500_after", "503", "truncate", "short")
     late = [Rule("late", seconds=seconds, odds=odds / 8) for seconds in (0.2, 1.0, 4.0)]

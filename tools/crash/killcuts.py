@@ -1,11 +1,11 @@
-"""A writer dies, others go on with what they see, then the power fails: nothing promised is lost.
+"""Kills a writer, lets a successor continue from the visible state, then cuts the power: nothing promised is lost.
 
     python -m tools.crash.killcuts --every 1 --limit 60
 
-A process that is killed between giving an object its name and syncing the folder leaves something that everybody sees
-and that a power cut may still take back. Who goes on must make it durable before building on it (`Backend.settle`).
-Here a writer dies at every single call that changes the disk, in a file system in memory; a successor opens the store,
-or only folds it; and every state is checked in which a power cut at any later instant may leave the disk.
+A process that is killed between naming an object and syncing the folder leaves an object that everybody sees and that a
+power cut may still remove. A successor must make it durable before it builds on it (`Backend.settle`). Here a writer
+dies at every single call that changes the disk, in a file system in memory; a successor opens the store, or only folds
+it; and the tool checks every state in which a power cut at any later instant may leave the disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["CHANGES", "LINKS", "KillCuts", "Killed", "MortalPosix", "explore", "
 
 CHANGES: Final = faults.CHANGES | faults.SYNCS
 LINKS: Final = frozenset({"link"})
-"""After one of these, and before the sync that follows, is the instant that matters most."""
+"""The most critical instant is after one of these calls and before the sync that follows."""
 
 
 class Killed(BaseException):
@@ -44,14 +44,14 @@ class Killed(BaseException):
 
 
 class MortalPosix(FaultyPosix):
-    """`inner` until `life` of these calls were made; from then on every call raises `Killed`."""
+    """Passes `life` of these calls to `inner`; from then on every call raises `Killed`."""
 
     def __init__(self, inner: Posix, life: int, calls: frozenset[str] = CHANGES) -> None:
         super().__init__(inner)
         self.lives(life, calls)
 
     def lives(self, life: int, calls: frozenset[str]) -> None:
-        """From here on it lives for `life` of these calls."""
+        """Allow `life` more of these calls from now on."""
         self._left = life
         self._calls = calls
 
@@ -63,12 +63,12 @@ class MortalPosix(FaultyPosix):
         return super()._fault(*names)
 
     def close(self, fd: int) -> None:
-        self.inner.close(fd)  # the system closes what a dead process had open
+        self.inner.close(fd)  # the kernel closes the files of a dead process
 
 
 @dataclass(frozen=True, slots=True)
 class KillCuts:
-    """What was explored.
+    """Counts of an exploration.
 
     Attributes:
         kills: writers that died.
@@ -91,11 +91,11 @@ def kill_then_cut(
     folds: bool = False,
     medium: str = "folder",
 ) -> tuple[bool, int, int]:
-    """Let a writer die after `life` calls, let a successor go on, and cut the power wherever it works.
+    """Let a writer die after `life` calls, let a successor continue, and cut the power wherever it works.
 
     Args:
-        calls: which calls count.
-        site: leave out these syncs (`tools.crash.forgetful.SITES`), for negative controls.
+        calls: the calls that count.
+        site: omit these syncs (`tools.crash.forgetful.SITES`), for negative controls.
         medium: one of `MEDIA`; with `site` one of the folders.
         folds: the successor folds and trims before it opens the store, as a maintenance process would.
 
@@ -154,7 +154,7 @@ def _maintain(store: Store) -> None:
 
 
 def _check_anchors(backend: Backend) -> None:
-    """Design, ANCHORS: a slot may be missing only where the next anchor above it exists."""
+    """SPEC 7, ANCHORS: a slot may be missing only where the next anchor above it exists."""
     store = Store(backend)
     try:
         every, end = store.format.anchor_every, store.view().end
@@ -176,7 +176,7 @@ def explore(
     site: str | None = None,
     medium: str = "folder",
 ) -> KillCuts:
-    """Kill after `start`, `start` + `every` ... calls, until a writer lives to its end.
+    """Kill after `start`, `start` + `every` ... calls, until a writer survives to its end.
 
     Raises:
         Violation: names the place and explains the state.
@@ -194,7 +194,7 @@ def explore(
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="kill after every N-th call only")
     parser.add_argument("--links", action="store_true", help="count only the calls that give an object its name")

@@ -1,13 +1,12 @@
-"""SIGKILL at every named crash point: what was acknowledged is there, and the next writer goes on.
+"""Kills a writer (SIGKILL) at every named crash point: acknowledged data is there, and the next writer continues.
 
     python -m tools.crash.kills --kills 200
     python -m tools.crash.kills --kills 200 --medium s3     # ministack; s3-memory: a server that is faster
 
-Each victim is a process of its own, forked from one that has imported everything, so that a kill costs milliseconds.
+Each victim is its own process, forked from one that has imported everything, so that a kill costs milliseconds.
 
-Of a bucket every other victim dies while a request of its own is under way, and the victims of every other store come
-to it through a proxy that loses, repeats, refuses and delays: what the dead have sent may arrive when their successors
-are at work.
+In a bucket every other victim dies while one of its requests is in flight. The victims of every other store use a proxy
+that loses, repeats, refuses and delays requests: requests of dead victims may arrive while their successors work.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ from tools.crash.scenario import Violation, check, warm_up
 __all__ = ["REQUEST", "Kills", "kill_at", "points_of", "sweep"]
 
 REQUEST: Final = "a request"
-"""Not a crash point: the instant at which a bucket has been asked so many times, or a moment later."""
+"""Not a crash point: the instant after a given number of requests to a bucket, or a moment later."""
 _MOMENT: Final = 0.01
-"""Seconds for a request, more or less."""
+"""Approximate duration of a request in seconds."""
 _FAILED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Kills:
-    """What was killed.
+    """Counts of a sweep.
 
     Attributes:
         kills: victims that died by SIGKILL.
-        completed: victims that ended before the point was passed so often.
+        completed: victims that ended before they passed the point often enough.
         points: crash point -> kills there.
         restored: checkpoints restored and compared afterwards.
-        failed: victims that ended with an error of their medium, where there are any.
+        failed: victims that ended with an error of their medium, where it has any.
         acknowledged: checkpoints that victims were promised.
     """
 
@@ -75,7 +74,7 @@ class _Tally:
 
 
 def points_of(life: str, medium: str) -> Sequence[str]:
-    """The crash points that a life passes: in a bucket nothing is linked, and no file used again."""
+    """The crash points that a life passes: in a bucket nothing is linked, and no file is reused."""
     if medium not in BUCKETS:
         return POINTS[life]
     return [point for point in POINTS[life] if not point.startswith(("create.", "recycle."))]
@@ -89,7 +88,7 @@ def kill_at(place: Place, point: str, count: int, life: str = "whole") -> tuple[
         life: one of `lives.LIVES`.
 
     Returns:
-        ``killed``, ``completed`` or, of a place that is faulty, ``failed``; and the REFs that it had been promised.
+        ``killed``, ``completed`` or, in a faulty place, ``failed``; and the REFs that were promised to it.
     """
     reading, writing = os.pipe()
     victim = os.fork()
@@ -124,7 +123,7 @@ def _live(place: Place, point: str, count: int, life: str, writing: int) -> int:
         crash_points.arm(point, count)
     try:
         with place.small_uploads():
-            # The pipe holds what was promised even if the victim dies right after.
+            # The pipe keeps the acknowledgements even if the victim dies right after them.
             LIVES[life](make, lambda ref: os.write(writing, f"{ref}\n".encode()) and None)
     except CkptError:
         if not place.faulty:
@@ -134,7 +133,7 @@ def _live(place: Place, point: str, count: int, life: str, writing: int) -> int:
 
 
 def _killed_at_request(make: Callable[[], Backend], count: int) -> Callable[[], Backend]:
-    """`make`; once what it made has sent `count` requests, this process dies, at once or a moment later."""
+    """Call `make`; once its backend has sent `count` requests, this process dies, at once or a moment later."""
     made: list[Backend] = []
     moment = random.Random(count).random() * _MOMENT
 
@@ -157,7 +156,7 @@ def sweep(
 ) -> Kills:
     """Kill at every crash point in turn, with growing counts, until `kills` victims have died.
 
-    A store lives on over several kills, so that recoveries are killed too; every few kills a new one begins.
+    A store survives several kills, so that recoveries are killed too; every few kills a new store begins.
 
     Raises:
         Violation: a promise is broken; names the point, the count and the seed.
@@ -175,7 +174,7 @@ def sweep(
             point, count = choose(number)
             if number % 4 == 0:
                 promised: set[str] = set()
-            # Every other folder recycles; and one may be used by writers that do, and others that do not.
+            # Every other folder recycles files. Writers that recycle and writers that do not may share a store.
             recycles = bool(number // 4 % 2) or point.startswith("recycle.")
             place = stores.place(number // 4, recycles=recycles)
             ended, acknowledged = kill_at(place, point, count, life)
@@ -196,19 +195,18 @@ def sweep(
 
 
 def _checked(place: Place, promised: set[str], number: int) -> int:
-    """Checked without writing every other time, so that the next victim meets what this one left."""
-    # Whether all that the dead have sent is there: another turn, so that each meets the other.
+    """Every other check does not write, so that the next victim meets the state that this one left."""
+    # Waiting for requests in flight has a different period, so that both choices meet.
     settled = number // 2 % 2 == 0
     return int(place.judged(lambda backend: check(backend, promised, write=number % 2 == 0), settled=settled))
 
 
 class _Choice:
-    """At which point a victim dies, and when it passes it for which time."""
+    """Chooses the crash point of a victim, and at which pass it dies."""
 
     def __init__(self, chance: random.Random, points: Sequence[str], requests: int) -> None:
-        """
-        Args:
-            requests: that a life takes; 0: its medium has none.
+        """Args:
+        requests: requests of one life; 0: its medium has none.
         """
         self._chance = chance
         self._points = points
@@ -217,7 +215,7 @@ class _Choice:
     def __call__(self, number: int) -> tuple[str, int]:
         points = self._points
         if self._requests:
-            if number % 4 in (1, 2):  # one that is looked at, one that is followed at once by who writes
+            if number % 4 in (1, 2):  # alternate: a victim that is checked, a victim that a writer follows at once
                 return REQUEST, self._chance.randint(1, self._requests)
             number //= 2
         if number < 2 * len(points):
@@ -226,7 +224,7 @@ class _Choice:
 
 
 def _requests_of(stores: Ground, life: str) -> int:
-    """How many requests a life takes that nothing disturbs."""
+    """The number of requests of an undisturbed life."""
     place, made = stores.place(-2, recycles=False), list[Backend]()
 
     def make() -> Backend:
@@ -247,7 +245,7 @@ def _warm_up(life: str) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -255,7 +253,7 @@ def main() -> None:
         "--dir", type=Path, default=None, help="where to make the stores (default: the temporary folder)"
     )
     parser.add_argument("--medium", choices=(*MEDIA, *BUCKETS), default="folder")
-    parser.add_argument("--life", choices=LIVES, default="whole", help="what is done with the store")
+    parser.add_argument("--life", choices=LIVES, default="whole", help="the life of the store")
     options = parser.parse_args()
     if (why := obstacle(options.medium)) is not None:
         parser.error(why)

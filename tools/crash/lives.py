@@ -1,7 +1,7 @@
-"""Lives of a store on the paths that `scenario.live` does not take: under a budget of memory, layer by layer, by ranks.
+"""Lives of a store on paths that `scenario.live` does not take: with a memory budget, layer by layer, by ranks.
 
-Each of them leaves what `scenario.check` can look at: whatever is visible is `state_of` its term and step, bit for bit.
-Ranks are threads here, over one file system; `tools.kills.rank_kills` kills them one by one, as processes.
+`scenario.check` can check the store after each of them: every visible checkpoint is `state_of` its term and step, bit
+for bit. Ranks are threads here, on one file system; `tools.kills.rank_kills` kills them one by one, as processes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tools.crash.scenario import CHAIN, create, live, state_of
 __all__ = ["LIVES", "POINTS", "Life"]
 
 Make: TypeAlias = Callable[[], Backend]
-"""A backend for the store, as a process of its own would have it."""
+"""Makes a backend for the store, as a separate process would."""
 Life: TypeAlias = Callable[[Make, Callable[[str], None]], None]
-"""As `scenario.live`, on backends that it makes."""
+"""Like `scenario.live`, on backends that it makes."""
 
 _WRITER: Final[Mapping[str, Any]] = {"threads": 1, "staging_bytes": 32 << 20, "poll_seconds": None}
 _BATCHES: Final = DiffOptions(batch=2, seconds=None, flush_on_sigterm=False)
@@ -48,7 +48,7 @@ def whole(make: Make, acknowledge: Callable[[str], None]) -> None:
 
 
 def bounded(make: Make, acknowledge: Callable[[str], None]) -> None:
-    """Fulls, two at once, deltas, and gradient diffs singly and in batches: all of them under a budget of memory."""
+    """Fulls, two at once, deltas, and gradient diffs singly and in batches: all of them with a memory budget."""
     store = _created(make)
     codings: list[dict[str, Any]] = [
         {"max_in_flight": 2},
@@ -67,7 +67,8 @@ def bounded(make: Make, acknowledge: Callable[[str], None]) -> None:
 
 
 def layered(make: Make, acknowledge: Callable[[str], None]) -> None:
-    """Layer by layer: each changes as soon as its own copy is there; on persistent memory straight into it."""
+    """Save layer by layer: each layer changes once its copy is made; on persistent memory it is copied straight into
+    it."""
     store = _created(make)
     codings: list[dict[str, Any]] = [{}, {"deltas": CHAIN}, {"diffs": _BATCHES}]
     for coding in codings:
@@ -91,12 +92,12 @@ def _by_layers(writer: Writer, step: int, direct: bool) -> PendingSave:
     for layer, names in _LAYERS.items():
         save.wait(layer)
         for name in names:
-            state[name].view(np.uint8)[:] = 255  # what a checkpoint that mixes steps would have
+            state[name].view(np.uint8)[:] = 255  # a checkpoint that mixes steps would contain this
     return pending
 
 
 def ranks(make: Make, acknowledge: Callable[[str], None]) -> None:
-    """Groups of two and three: fulls, deltas and batches of gradient diffs, with a budget of memory and without."""
+    """Groups of two and three ranks: fulls, deltas and batches of gradient diffs, with and without a memory budget."""
     store = _created(make)
     groups: list[tuple[int, dict[str, Any]]] = [
         (2, {"memory": LEAST, "max_in_flight": 2}),
@@ -119,7 +120,7 @@ def _rank(make: Make, coding: Mapping[str, Any], acknowledge: Callable[[str], No
 
 
 def _share(term: int, step: int, group: Group) -> FlatState:
-    """What a rank has: all of most tensors, and rows of one."""
+    """The share of a rank: all of most tensors, and rows of one."""
     state = state_of(term, step)
     flat, array = flatten(state), state["moment"]
     rows = [len(array) * place // group.size for place in range(group.size + 1)]
@@ -129,7 +130,8 @@ def _share(term: int, step: int, group: Group) -> FlatState:
 
 
 def together(size: int, work: Callable[[Group], None]) -> None:
-    """Have `size` ranks do something at once; raises what one of them raised, rather its own than another's."""
+    """Run `size` ranks at once; raises the error of one of them, preferably its own rather than one that another
+    caused."""
     mailbox, errors = LocalMailbox(), dict[int, BaseException]()
 
     def one(rank: int) -> None:
@@ -168,9 +170,9 @@ _SAVING: Final = tuple(
     point for point in CRASH_POINTS if point.split(".")[0] in ("save", "commit", "create", "open", "fold")
 )
 POINTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "whole": CRASH_POINTS,
+    "whole": tuple(CRASH_POINTS),
     "bounded": _SAVING,
     "layered": _SAVING,
     "ranks": (*_SAVING, *RANK_POINTS),
 }
-"""What each of them passes."""
+"""The crash points that each life passes."""

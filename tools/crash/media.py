@@ -1,4 +1,4 @@
-"""The media that the crash tools run on: a folder, with recycled files or not, and persistent memory in two modes."""
+"""The media of the crash tools: a folder, with or without recycled files, and persistent memory in two modes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from tools.crash.ramfs import RamPosix
 __all__ = ["MEDIA", "Assuming", "assuming", "backend_on", "no_library", "obstacle"]
 
 MEDIA: Final = ("folder", "recycled", "pmem", "pmem-msync")
-"""``recycled`` is a folder in which new segments overwrite deleted ones, which they never do in ``folder``.
-``pmem`` is libpmem on memory that it is told to take for persistent; on a file system in memory a `Domain`."""
+"""In ``recycled`` new segments overwrite deleted ones; in ``folder`` they never do. ``pmem`` is libpmem on memory that
+it is told to treat as persistent; on a file system in memory it is a `Domain`."""
 
 
 class Assuming(Libpmem):
-    """The library, told that everything is persistent memory, as ``PMEM_IS_PMEM_FORCE=1`` tells it."""
+    """The library, set to treat all memory as persistent, like ``PMEM_IS_PMEM_FORCE=1``."""
 
     def is_pmem(self, memory: memoryview) -> bool:  # noqa: ARG002 - any is
         return True
 
 
 def assuming() -> Libpmem | None:
-    """The real library, so told. Raises `OSError` where it is not installed."""
+    """The real library with that setting. Raises `OSError` where it is not installed."""
     return Assuming(ctypes.CDLL("libpmem.so.1"))
 
 
 def no_library() -> Libpmem | None:
-    """None: msync throughout."""
+    """None: use msync throughout."""
     return None
 
 
 def obstacle(medium: str) -> str | None:
-    """Why a medium cannot be had on a real file system, or None."""
+    """Why a medium is not available on a real file system, or None."""
     return "libpmem.so.1 is not installed" if medium == "pmem" and libpmem.load() is None else None
 
 
@@ -55,8 +55,8 @@ def backend_on(
     Args:
         medium: one of `MEDIA`.
         posix: the system calls.
-        disk: the file system in memory that they end in, if they do.
-        forgets: what its `Domain` does not do, for negative controls.
+        disk: the file system in memory under them, if there is one.
+        forgets: functions that its `Domain` omits, for negative controls.
     """
     if medium in ("folder", "recycled"):
         return LocalBackend(root, posix, recycle="always" if medium == "recycled" else "never")

@@ -1,7 +1,7 @@
-"""No file says that it is one segment and holds bytes of another: what any safetensors would read without a word.
+"""Checks that no file has the header of one segment over the bytes of another: safetensors would read it silently.
 
-A file that is given to a new segment keeps the old one's header until that is cleared. After a crash a file may be what
-it was, what it is to be, or nothing that can be read; never one header over the other's data, whatever its name.
+A file that is reused for a new segment keeps the old header until it is cleared. After a crash the file may be the old
+segment, the new one, or unreadable; never one header over the other's data, under any name.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def files_below(root: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def mixed(files: Iterable[tuple[str, bytes]]) -> list[str]:
-    """Paths of segments whose header is of a segment of another name, and whose data is not all of that segment's.
+    """Paths of segments whose header names another segment, and whose data is not all of that segment's.
 
-    A file of its own name is passed over: what is on its way may have the header and not the data, as in any new file.
-    A recycled one has two names while a power cut may take its renaming back, and shows under the old one.
+    A file with its own name is skipped: while it is written it may have the header and not the data, like any new file.
+    A recycled file has two names while a power cut may still undo its rename; the check finds it under the old one.
     """
     return [path for path, data in files if "/seg/" in path or "/.spare/" in path if _is_mixed(path, data)]
 
@@ -41,7 +41,7 @@ def _is_mixed(path: str, data: bytes) -> bool:
         length = header_length(data[:8], len(data), path)
         doc = parse(data[:length], len(data), path, lambda offset, count: data[offset : offset + count])
     except CkptError:
-        return False  # nothing that can be read
+        return False  # unreadable
     return doc.segment not in path and not _whole(doc, data)
 
 

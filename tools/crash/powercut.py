@@ -1,16 +1,16 @@
-"""Power cuts under a writer that works: real file systems, real journal replay, at random instants.
+"""Cuts the power under a working writer at random instants, on real file systems with real journal replay.
 
     python -m tools.crash.powercut --cuts 200 --controls 40
 
-A process of its own saves fulls, deltas and step diffs, merges, collects, tags, folds, trims, resumes and forks
-without end on a file system in a loop device; it reports each acknowledgement through a pipe. At random instants its
-disk is cloned (`tools.crash.powercut_rig`); the clone is mounted, and everything that was acknowledged before the
-cloning began has to be there, bit for bit, whatever else is visible has to be whole, and the next writer has to go on.
-Some cuts follow the SIGKILL of the writer and catch its successor. Then the same is done to backends that leave one
-sync out each (`tools.crash.forgetful`): these have to be caught, or the file system is known to hide that omission, and
-enumeration catches it.
+A separate process saves fulls, deltas and step diffs, merges, collects, tags, folds, trims, resumes and forks without
+end on a file system in a loop device; it reports each acknowledgement through a pipe. At random instants its disk is
+cloned (`tools.crash.powercut_rig`) and the clone is mounted. Every checkpoint that was acknowledged before the cloning
+began must be there, bit for bit; every other visible checkpoint must be whole; and the next writer must be able to
+continue. Some cuts follow the SIGKILL of the writer and hit its successor. Then the same is done to backends that omit
+one sync each (`tools.crash.forgetful`): the tool must catch these, or the file system is known to hide that omission,
+and enumeration catches it.
 
-``--medium pmem-msync`` is the same with segments that are written through mappings of their files and msync.
+``--medium pmem-msync`` is the same with segments that are written through file mappings and msync.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tools.crash.scenario import CHAIN, Violation, check, create, state_of
 __all__ = ["HIDDEN", "Control", "Cuts", "Victim", "campaign", "control", "hidden", "work"]
 
 CUTS_PER_STORE: Final = 5
-"""Then a new store: checking one takes time in proportion to what it holds."""
+"""Then a new store begins: the time of a check grows with the store."""
 SLOWEST: Final = 0.25
 """Seconds: the longest wait before a cut, and the longest pause of the writer, several times."""
 
@@ -65,27 +65,27 @@ HIDDEN: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[bool, ...], st
         (True,),
         "O_DIRECT has put the blocks on the device, and the slot's fsync commits the journal with length and block map",
     ),
-    (_EVERYWHERE, ("segment name",), _EITHER, "the fsync of a new file takes its name along"),
-    (_EVERYWHERE, ("folder names",), _EITHER, "the fsync of a new file takes the names of new folders above it along"),
+    (_EVERYWHERE, ("segment name",), _EITHER, "the fsync of a new file also saves its name"),
+    (_EVERYWHERE, ("folder names",), _EITHER, "the fsync of a new file also saves the names of new folders above it"),
     (
         _EVERYWHERE,
         ("settle",),
         _EITHER,
-        "the journal keeps the order of names, so that what was built on one does not outlive it",
+        "the journal keeps the order of names, so a name that depends on another does not outlive it",
     ),
     (
         _EVERYWHERE,
         ("old header", "recycled data"),
         _EITHER,
-        "the cut has to fall into milliseconds of a save, and the old segment and the new one have to be of one length",
+        "the cut must hit a few milliseconds of a save, and both segments must have the same length",
     ),
 )
-"""(file systems, sites, O_DIRECT or not, why leaving that sync out cannot show there). Enumeration catches them all."""
+"""(file systems, sites, O_DIRECT or not, why omitting that sync cannot show there). Enumeration catches them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What was cut.
+    """Counts of a campaign.
 
     Attributes:
         cuts: power cuts whose disk was mounted and checked.
@@ -104,11 +104,11 @@ class Cuts:
 
 
 def work(backend: LocalBackend, acknowledge: int, seed: int) -> None:
-    """Live without end in the store; write a line for each acknowledgement (see `scenario`) into `acknowledge`."""
+    """Work in the store without end; write a line for each acknowledgement (see `scenario`) to `acknowledge`."""
     chance = random.Random(seed)
     store = Store(backend)
     create(backend)
-    warnings.simplefilter("ignore", LostStepsWarning)  # of a killed writer: steps that were promised to nobody
+    warnings.simplefilter("ignore", LostStepsWarning)  # steps of a killed writer that were never acknowledged
 
     def tell(label: str) -> None:
         os.write(acknowledge, f"{label}\n".encode())
@@ -122,7 +122,7 @@ def work(backend: LocalBackend, acknowledge: int, seed: int) -> None:
             keep_steps = chance.random() < 0.5
             for ref in () if keep_steps else written[1:-1]:
                 tell(f"-{ref}")
-            with contextlib.suppress(UsageError):  # nothing to merge: after a jump everything was stored as fulls
+            with contextlib.suppress(UsageError):  # nothing to merge: after a jump every state was stored as a full
                 merge(store.journal, f"{written[0]}..{written[-1]}", keep_steps=keep_steps, take_over=True)
             collect(store.journal)
         if chance.random() < 0.7:
@@ -149,7 +149,7 @@ def _term(store: Store, parent: str, kind: str, chance: random.Random, tell: Cal
     ) as writer:
         step = 0 if writer.parent is None else writer.parent.step
         for _ in range(chance.randint(1, 7)):
-            # A jump makes the states of this line some hundred kilobytes large: several blocks.
+            # A jump makes the states of this run several hundred kilobytes large: several blocks.
             step += 8_000 if chance.random() < 0.01 and step < 8_000 else 1
             state = state_of(writer.term, step)
             if chance.random() < 0.5 and kind != "diffs":
@@ -158,7 +158,7 @@ def _term(store: Store, parent: str, kind: str, chance: random.Random, tell: Cal
             else:
                 pending.append(writer.save_async(state, step))
                 told(everything=diffs is None)
-            if chance.random() < 0.3:  # else the next save's fsync follows at once, and hides much
+            if chance.random() < 0.3:  # otherwise the next save's fsync follows at once and hides much
                 time.sleep(chance.random() * SLOWEST / 5)
         if diffs is not None:
             writer.wait()
@@ -184,7 +184,7 @@ class Victim:
                 traceback.print_exc()
                 raise
             finally:
-                os._exit(1)  # it never ends by itself
+                os._exit(1)  # it never ends without an error
         os.close(writing)
 
     def acknowledged(self) -> list[str]:
@@ -198,18 +198,18 @@ class Victim:
         return [line.decode() for line in lines]
 
     def pause(self) -> None:
-        """Stop it, now that the cut is done, so that the check has the machine for itself."""
+        """Stop the process after the cut, so that the check has the machine to itself."""
         os.kill(self.process, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume the process."""
         os.kill(self.process, signal.SIGCONT)
 
     def kill(self) -> list[str]:
-        """SIGKILL -> what it had been promised since. Does nothing the second time.
+        """SIGKILL -> the acknowledgements since the last call. Does nothing the second time.
 
         Raises:
-            Violation: it had ended by itself, with an error.
+            Violation: it had already ended with an error.
         """
         if self._dead:
             return []
@@ -246,7 +246,7 @@ def _cuts(
     while True:
         root = rig.disk / f"store-{tally['stores']}"
         tally["stores"] += 1
-        # Every other store recycles, and of those without one sync all where only recycling can show it.
+        # Every other store recycles files. Stores that omit one sync all do where only recycling can show the omission.
         recycle = "always" if tally["stores"] % 2 == 0 or site == "old header" else "never"
         backend = _backend(root, site, direct, medium, recycle)
         promised: set[str] = set()
@@ -259,7 +259,7 @@ def _cuts(
                     tally["kills"] += 1
                     victim = Victim(backend, chance.getrandbits(32))
                     time.sleep(chance.random() * SLOWEST / 5)
-                # What is in the pipe now was acknowledged before the cut. What comes later may be on the disk or not.
+                # Acknowledgements in the pipe now came before the cut. Later ones may be on the disk or not.
                 promised.update(victim.acknowledged())
                 tally["acknowledged"] += len(promised)
                 image = rig.cut()
@@ -268,11 +268,11 @@ def _cuts(
                 victim.resume()
         finally:
             victim.kill()
-        shutil.rmtree(root)  # the next store is written where this one was: what is not synced shows its bytes
+        shutil.rmtree(root)  # the next store is written in the same blocks: unsynced data shows the old bytes
 
 
 def _check(rig: Rig, image: Path, store: str, promised: set[str], recycle: str) -> int:
-    """Mount what the cut left, and check it -> checkpoints restored."""
+    """Mount the clone of a cut, and check it -> checkpoints restored."""
     with rig.after(image) as disk:
         if not (disk / store).is_dir() and promised:
             raise Violation(f"the store's folder is gone, and with it {sorted(promised)}")
@@ -295,7 +295,7 @@ def campaign(inner: str, cuts: int, *, seed: int = 0, folder: Path | None = None
         Violation: a promise is broken; names the cut and the seed. The seed repeats the actions, not the instants.
     """
     tally: Counter[str] = Counter()
-    # Every other store past the page cache and not: the two lose different things.
+    # Every other store bypasses the page cache: the two kinds lose different things.
     with Rig(inner, folder) as rig:
         for direct in (True, False):
             source = _cuts(rig, random.Random(f"{seed} {inner} {direct}"), None, direct, tally, medium)
@@ -311,13 +311,13 @@ def campaign(inner: str, cuts: int, *, seed: int = 0, folder: Path | None = None
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What became of a backend without one of its syncs.
+    """The outcome of a backend without one of its syncs.
 
     Attributes:
         inner: the file system.
-        site: the sync that was left out.
-        direct: whether segments were written past the page cache.
-        cuts: the power cuts this took.
+        site: the omitted sync.
+        direct: whether segments bypassed the page cache.
+        cuts: the number of power cuts.
         caught: the violation that was found; empty: none.
     """
 
@@ -338,7 +338,7 @@ def control(
     folder: Path | None = None,
     medium: str = "folder",
 ) -> Control:
-    """Cut the power under a backend that leaves one sync out, until that is noticed, or `tries` times."""
+    """Cut the power under a backend that omits one sync, until the omission is noticed, or `tries` times."""
     chance = random.Random(f"{seed} {inner} {site} {direct}")
     with Rig(inner, folder) as rig, contextlib.closing(_cuts(rig, chance, site, direct, Counter(), medium)) as source:
         for number in range(1, tries + 1):
@@ -350,7 +350,7 @@ def control(
 
 
 def hidden(inner: str, site: str, direct: bool) -> str | None:
-    """Why leaving that sync out cannot show on that file system; None: it has to be caught."""
+    """Why omitting that sync cannot show on that file system; None: the tool must catch it."""
     return next(
         (why for kinds, sites, ways, why in HIDDEN if inner in kinds and site in sites and direct in ways), None
     )
@@ -360,7 +360,7 @@ def hidden(inner: str, site: str, direct: bool) -> str | None:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuts", type=int, default=200, help="power cuts, over all file systems")
     parser.add_argument("--controls", type=int, default=40, help="power cuts at most under each backend without a sync")
@@ -380,7 +380,7 @@ def main() -> int:
     if (status := isolated(["-m", "tools.crash.powercut", *sys.argv[1:]])) is not None:
         return status
     for index, inner in enumerate(kinds):
-        # ext4, which most of the users have, gets half of them.
+        # ext4, which most users have, gets half of them.
         share = options.cuts if len(kinds) == 1 else options.cuts // (2 if index == 0 else 2 * (len(kinds) - 1))
         _report(inner, share, options)
     escaped = [
@@ -394,7 +394,7 @@ def main() -> int:
 
 
 def _ways(site: str, medium: str) -> tuple[bool, ...]:
-    """With O_DIRECT or not: what a control of this site is tried with."""
+    """With O_DIRECT or not: the variants in which a control of this site is tried."""
     if medium != "folder":
         return (False,)
     return (True, False) if site == "segment bytes" else (True,)

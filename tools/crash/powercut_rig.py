@@ -6,12 +6,12 @@
         disk.img (ext4, xfs or btrfs)          --loop-->  mounted: the store's writer works here
         cut.img = FICLONE(disk.img)            --loop-->  mounted: the kernel replays its journal; the store is checked
 
-The clone holds what the inner file system had handed to its device at that instant, in order: what was still in its
-page cache or its running journal transaction is lost, as by a power cut with a drive that keeps what it was given. (A
-drive with a volatile cache loses more; that is what `tools.crash.enumerate` models.)
+The clone holds everything that the inner file system had passed to its device at that instant, in order. Data still in
+its page cache or its running journal transaction is lost, as in a power cut with a drive that keeps what it received.
+(A drive with a volatile cache loses more; `tools.crash.enumerate` models that.)
 
-Needs root, loop devices and the mkfs tools (Debian: ``apt-get install e2fsprogs xfsprogs btrfs-progs``). Run it in a
-mount namespace of its own (`isolated`), so that nothing stays mounted whatever happens.
+Needs root, loop devices and the mkfs tools (Debian: ``apt-get install e2fsprogs xfsprogs btrfs-progs``). Run it in its
+own mount namespace (`isolated`), so that nothing stays mounted whatever happens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _INNER_SIZE: Final = 512 << 20
 
 
 def isolated(arguments: Sequence[str]) -> int | None:
-    """Run this module's caller again in a mount namespace of its own -> its exit status; None: this already is it."""
+    """Run this module's caller again in its own mount namespace -> its exit status; None: this already is one."""
     if os.environ.get(_ISOLATED):
         return None
     command = ["unshare", "--mount", "--propagation", "private", sys.executable, *arguments]
@@ -55,7 +55,7 @@ def isolated(arguments: Sequence[str]) -> int | None:
 
 @functools.cache
 def obstacle(inner: str) -> str | None:
-    """Why there can be no power cuts of this file system on this machine; None: there can be."""
+    """Why power cuts of this file system are impossible on this machine; None: they are possible."""
     if not sys.platform.startswith("linux"):
         return "power cuts need Linux"
     if os.geteuid() != 0:
@@ -82,7 +82,7 @@ def _unmountable(kind: str) -> str | None:
         point.mkdir()
         try:
             make_image(kind, image, 320 << 20)
-            # Inside a namespace of its own, so that a test that is killed here leaves no mount behind.
+            # Inside a separate namespace, so that a test that is killed here leaves no mount behind.
             _run("unshare", "--mount", "--propagation", "private", "mount", "-o", "loop", str(image), str(point))
         except OSError as error:
             return f"{kind} cannot be mounted on a loop device here: {error}"
@@ -128,7 +128,7 @@ class Rig:
     """
 
     def __init__(self, inner: str, folder: Path | None = None) -> None:
-        """Make nothing yet; entering does.
+        """Make nothing yet; entering the context does.
 
         Args:
             inner: one of `FILE_SYSTEMS`.
@@ -157,7 +157,7 @@ class Rig:
         self._stack.close()
 
     def cut(self) -> Path:
-        """The power cut -> the image it leaves, for `after`. One system call; what runs meanwhile runs on."""
+        """Cut the power -> the image it leaves, for `after`. One system call; other processes keep running."""
         image = self._images / "cut.img"
         with (self._images / "disk.img").open("rb") as source, image.open("wb") as target:
             fcntl.ioctl(target, _FICLONE, source.fileno())

@@ -29,11 +29,12 @@ from tools.crash.disk import (
 from tools.crash.rammaps import SharedMaps
 
 SECTOR = 512
-"""Bytes: the disk writes one whole or not at all, and O_DIRECT wants offsets and lengths to be multiples."""
+"""Sector size in bytes: a disk writes a sector whole or not at all. O_DIRECT requires offsets and lengths in multiples.
+"""
 
 _WRITING = os.O_WRONLY | os.O_RDWR
 EXT4 = 0xEF53
-"""The kind of file system it says that it is."""
+"""The kind of file system that it reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,13 @@ class _Open:
 
 
 class RamPosix(Posix):
-    """A file system that starts as `image`. Thread-safe; several backends on one object are several processes.
+    """A file system that starts as `image`. Thread-safe; several backends on one object act as several processes.
 
-    It is as strict as a disk: O_DIRECT wants whole sectors, nothing is in the page cache. A rename to another folder is
-    two changes, of which a power cut may keep either: that is more than any journal allows.
+    It is as strict as a disk: O_DIRECT requires whole sectors, and nothing is in the page cache. A rename to another
+    folder is two changes, and a power cut may keep either: more than any journal allows.
 
     Args:
-        image: what is there at first.
+        image: the initial contents.
         direct: whether O_DIRECT is supported; False behaves like an old tmpfs.
     """
 
@@ -58,7 +59,7 @@ class RamPosix(Posix):
         self._supports_direct = direct
         self._lock = threading.RLock()
         self._descriptors: dict[int, _Open] = {}
-        self._next_descriptor = 1 << 20  # far from real ones: a mix-up shows at once
+        self._next_descriptor = 1 << 20  # far from real descriptors: a mix-up shows at once
         self._locks: dict[int, int] = {}
         self._leases: dict[int, int] = {}
         self._next_node = 1 + max([*self._tree.folders, *self._tree.files])
@@ -73,11 +74,11 @@ class RamPosix(Posix):
 
     @property
     def open_descriptors(self) -> int:
-        """How many descriptors are open: none, when everybody has cleaned up."""
+        """The number of open descriptors: 0 after every user has cleaned up."""
         return len(self._descriptors)
 
     def image(self) -> Image:
-        """What a process sees now, synced or not."""
+        """The file system as a process sees it now, synced or not."""
         with self._lock:
             self._look()
             return self._tree.freeze()
@@ -95,7 +96,7 @@ class RamPosix(Posix):
     # Paths
 
     def _start(self, dir_fd: int | None) -> int:
-        """The folder that paths begin at: a descriptor's, wherever it is now, or the root."""
+        """The folder where a path starts: that of a descriptor, at its present place, or the root."""
         return ROOT if dir_fd is None else self._opened(dir_fd, file=False).node
 
     def _node(self, path: str, dir_fd: int | None = None) -> int:
@@ -143,7 +144,7 @@ class RamPosix(Posix):
             return self.open_node(node, flags)
 
     def open_node(self, node: int, flags: int) -> int:
-        """Open a file whose path was looked up before, whatever bears its name now -> a descriptor."""
+        """Open a file whose path was looked up before, even if another file has its name now -> a descriptor."""
         with self._lock:
             self._next_descriptor += 1
             self._descriptors[self._next_descriptor] = _Open(node, flags)
@@ -270,7 +271,7 @@ class RamPosix(Posix):
         self.drained(frozenset(store.number for store in self.pending_stores(memory)))
 
     def _look(self, *bounds: int) -> None:
-        """Note what was stored into mapped memory since, as stores that are divided at `bounds`."""
+        """Note the stores into mapped memory since the last look, divided at `bounds`."""
         for node in self._maps.nodes:
             for offset, data in self._maps.stored(node, self._tree.contents(node), bounds):
                 self._store(node, offset, data)
@@ -302,7 +303,7 @@ class RamPosix(Posix):
             ]
 
     def drained(self, stores: frozenset[int]) -> None:
-        """These stores have reached the medium."""
+        """Note that these stores have reached the medium."""
         with self._lock:
             self._stores = [store for store in self._stores if store.number not in stores]
             self._apply(Drain(stores))

@@ -1,4 +1,4 @@
-"""Shared mappings of the files of a `RamPosix`: real memory that a backend stores to, and what it has stored there."""
+"""Shared mappings of the files of a `RamPosix`: real memory that a backend writes, and the stores made there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Memory:
         os.pwrite(self.fd, contents, 0)
 
     def grow(self, size: int) -> None:
-        # It never shrinks, as a file does that is cut: stores past the end shall be noticed, not end the tests.
+        # It never shrinks when the file is truncated: a store past the end must be noticed, not crash the tests.
         if size > self.size:
             os.ftruncate(self.fd, size)
             self.size = size
@@ -38,7 +38,7 @@ class _Memory:
 
 
 class SharedMaps:
-    """Which memory is which file's. Not thread-safe: its owner has a lock."""
+    """Which memory belongs to which file. Not thread-safe: its owner has a lock."""
 
     def __init__(self) -> None:
         self._files: dict[int, _Memory] = {}
@@ -46,7 +46,7 @@ class SharedMaps:
 
     @property
     def nodes(self) -> list[int]:
-        """Files that are mapped."""
+        """Mapped files."""
         return list(self._files)
 
     def map(self, node: int, contents: bytes | bytearray, offset: int, size: int) -> memoryview:
@@ -58,13 +58,13 @@ class SharedMaps:
         return memory
 
     def unmap(self, memory: memoryview) -> None:
-        """Forget a whole mapping, and its file with the last one."""
+        """Unmap a whole mapping; the last one also removes the file."""
         node, _, _ = self._maps.pop(address_of(memory))
         if all(other != node for other, _, _ in self._maps.values()):
             del self._files[node]
 
     def place(self, memory: memoryview) -> tuple[int, int]:
-        """File and offset in it of a part of a mapping. Raises `KeyError`."""
+        """The file and offset of a part of a mapping. Raises `KeyError`."""
         address = address_of(memory)
         for begin, (node, offset, size) in self._maps.items():
             if begin <= address and address + len(memory) <= begin + size:
@@ -72,19 +72,19 @@ class SharedMaps:
         raise KeyError(address)
 
     def write(self, node: int, offset: int, data: bytes) -> None:
-        """The file, if it is mapped, was written to otherwise."""
+        """Note a write to the file by other means, if it is mapped."""
         if node in self._files:
             self._files[node].grow(offset + len(data))
             os.pwrite(self._files[node].fd, data, offset)
 
     def resize(self, node: int, size: int) -> None:
-        """The file, if it is mapped, has another length."""
+        """Note a new length of the file, if it is mapped."""
         if node in self._files:
             self._files[node].grow(size)
             self._files[node].clear(size)
 
     def stored(self, node: int, contents: bytes | bytearray, bounds: tuple[int, ...]) -> Iterator[tuple[int, bytes]]:
-        """What the memory of a file has and `contents` has not: runs of lines, divided at `bounds`."""
+        """Runs of lines in which the memory of a file differs from `contents`, divided at `bounds`."""
         held = os.pread(self._files[node].fd, len(contents), 0)
         if held == contents:
             return

@@ -1,4 +1,4 @@
-"""A file system in memory that writes down what was done to it, for `tools.crash.enumerate`."""
+"""A file system in memory that records every change, for `tools.crash.enumerate`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tools.crash.ramfs import RamPosix
 class RecordingPosix(RamPosix):
     """Records every write, truncation, allocation, name and sync, with its data, in the order they took effect.
 
-    Everything `LocalBackend` asks of a disk goes through its `Posix`, so a run on this one makes the calls that a run
-    on a disk makes. Thread-safe. To crash a recovery too, start it from a crash state: ``RecordingPosix(state.image)``.
+    `LocalBackend` reaches its disk only through its `Posix`, so a run on this one makes the same calls as a run on a
+    disk. Thread-safe. To crash a recovery too, start it from a crash state: ``RecordingPosix(state.image)``.
 
     Attributes:
-        base: what was durable before the recording.
+        base: the durable contents before the recording.
         history: the operations so far.
     """
 
@@ -29,12 +29,12 @@ class RecordingPosix(RamPosix):
         self.history.append(operation)
 
     def acknowledge(self, label: Hashable) -> None:
-        """Note that what `label` stands for has just been promised to survive any crash from here on."""
+        """Note that `label` is promised to survive any crash from here on."""
         with self._lock:
             self._apply(Acknowledge(label))
 
     def fail_msync(self, memory: memoryview) -> None:
-        """The same of an msync of mapped `memory`."""
+        """The same for an msync of mapped `memory`."""
         with self._lock:
             self._apply(SyncFailed(self._maps.place(memory)[0]))
 

@@ -1,9 +1,9 @@
-"""What the crash tests run and check: a store's life in small, whose every state can be computed again.
+"""The scenario that the crash tests run and check: a small store's life whose every state can be recomputed.
 
 `live` saves, tags, folds, trims, resumes, forks, restores, merges (through the live writer and by taking over),
-collects and saves again on any backend, and reports each acknowledgement. `check` looks at what a crash left: every
-acknowledged checkpoint that nobody asked to retire, and every other one that is visible, restores bit for bit; no byte
-is damaged; and the next writer goes on.
+collects and saves again on any backend, and reports each acknowledgement. `check` inspects the store after a crash:
+every acknowledged checkpoint that nobody asked to retire, and every other visible one, restores bit for bit; no byte is
+damaged; and the next writer continues.
 
 An acknowledgement is a REF that the store has promised, or ``-REF``: from here on it may be gone.
 """
@@ -42,7 +42,7 @@ ANCHOR_EVERY = 4
 """Instead of 1024: slots become deletable within a short life."""
 
 
-class Violation(AssertionError):  # noqa: N818  # the word of the trade
+class Violation(AssertionError):  # noqa: N818  # the usual term
     """The store broke a promise."""
 
 
@@ -82,12 +82,12 @@ def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 
         merge(store.journal, merged, keep_steps=True, take_over=True)
         compact(store.journal, CompactLimits(max_depth=1), take_over=True)
         collect(store.journal)
-        _term(store, acknowledge, parent="latest", saves=2)  # in the space of what was deleted, if files are recycled
+        _term(store, acknowledge, parent="latest", saves=2)  # in the space of deleted segments, if files are recycled
         _maintain(store)
 
 
 def warm_up() -> None:
-    """Import and compile everything that a life needs: what is forked from here is at work in milliseconds."""
+    """Import and compile everything that a life needs: forks of this process start working in milliseconds."""
     name = f"warm-up-{uuid.uuid4().hex}"
     backend = MemoryBackend(name)
     live(backend, lambda _: None)
@@ -123,7 +123,7 @@ def _term(store: Store, acknowledge: Callable[[str], None], *, parent: str, save
 
 
 def _stepping_term(store: Store, acknowledge: Callable[[str], None]) -> None:
-    """One term of step diffs, two to a segment; the last of them is written when the term is closed."""
+    """One term of step diffs, two to a segment; closing the term writes the last of them."""
     options = DiffOptions(batch=2, seconds=None, flush_on_sigterm=False)
     pending = []
     with store.writer(diffs=options, threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
@@ -138,11 +138,11 @@ def _stepping_term(store: Store, acknowledge: Callable[[str], None]) -> None:
 
 
 def _merging_term(store: Store, acknowledge: Callable[[str], None]) -> str:
-    """One term of deltas, each against the one before; some are merged while it goes on -> a range that is left."""
+    """One term of deltas, each against the one before; some are merged during the term -> a range that is left."""
     with store.writer(deltas=CHAIN, threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
         begin = 1 + (0 if writer.parent is None else writer.parent.step)
         for step in range(begin, begin + 6):
-            if step == begin + 4:  # a full and three deltas: the last of them stays
+            if step == begin + 4:  # a full and three deltas: the last one stays
                 for gone in (begin + 1, begin + 2):
                     acknowledge(f"-{gone}@{writer.term}")
                 merge(store.journal, f"{begin}@{writer.term}..{begin + 3}@{writer.term}", timeout=0)
@@ -151,7 +151,7 @@ def _merging_term(store: Store, acknowledge: Callable[[str], None]) -> str:
 
 
 def promised(acknowledged: Iterable[str]) -> set[str]:
-    """The REFs that have to be there after these acknowledgements, in any order."""
+    """The REFs that must exist after these acknowledgements, in any order."""
     labels = set(acknowledged)
     return {label for label in labels if not label.startswith("-") and f"-{label}" not in labels}
 
@@ -163,11 +163,11 @@ def _maintain(store: Store) -> None:
 
 
 def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) -> int:
-    """Check what a crash left; returns the number of checkpoints restored.
+    """Check the store after a crash; returns the number of checkpoints restored.
 
     Args:
-        acknowledged: what was acknowledged before the crash.
-        write: also go on writing, and check again.
+        acknowledged: the acknowledgements before the crash.
+        write: also continue writing, and check again.
 
     Raises:
         Violation: a promise is broken.
@@ -186,7 +186,7 @@ def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) 
     visible = {info.ref for info in store.checkpoints()}
     if missing := wanted - visible:
         raise Violation(f"acknowledged and gone: {sorted(missing)}")
-    for ref in sorted(visible):  # a checkpoint that nobody promised may be there, but then it is whole
+    for ref in sorted(visible):  # an unacknowledged checkpoint may be there, but then it is whole
         compare(store, ref)
     restored = len(visible)
     if write:
@@ -199,7 +199,7 @@ def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) 
 
 @contextlib.contextmanager
 def _ignoring_lost_steps() -> Iterator[None]:
-    """Steps that waited for their batch were promised to nobody."""
+    """Steps that waited for their batch were never acknowledged."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LostStepsWarning)
         yield

@@ -1,4 +1,4 @@
-"""Where a torture takes place: a folder, on a small disk of its own or not; a bucket, with a fault proxy before it."""
+"""Scenes of a torture: a folder, on its own small disk or not; or a bucket behind a fault proxy."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FAULTY: Final = 0.3
 
 
 class Scene(ABC):
-    """Where the store is, and what the parent does about it.
+    """The location of the store, and what the parent does with it.
 
     Attributes:
         notes: the folder of the journals.
-        names: of the processes that run at once.
-        disk_full: whether the store has a small disk of its own.
+        names: the processes that run at once.
+        disk_full: whether the store has its own small disk.
         kill_every: seconds between two kills, on average.
     """
 
@@ -42,19 +42,19 @@ class Scene(ABC):
 
     @abstractmethod
     def stage(self, chance: random.Random, journal: Acknowledged) -> Stage:
-        """Of one incarnation of an actor."""
+        """The stage of one incarnation of an actor."""
 
     @abstractmethod
     def judged(self, look: Callable[[Backend], Any]) -> Any:
-        """What a look at the store gives when nobody is at work: what JSON can say."""
+        """The result of a check while no actor works: a JSON value."""
 
     def told(self) -> Counter[str]:
-        """What the medium did to actors -> how often."""
+        """The faults that the medium injected into actors -> counts."""
         return Counter()
 
 
 class FolderScene(Scene):
-    """A store in a folder, on a small disk of its own or not."""
+    """A store in a folder, on its own small disk or not."""
 
     def __init__(self, root: Path, notes: Path, names: Sequence[str], *, disk_full: bool) -> None:
         self.root = root
@@ -73,7 +73,7 @@ class FolderScene(Scene):
 
 
 class BucketScene(Scene):
-    """A store in a bucket; some actors come to it through the proxy."""
+    """A store in a bucket; some actors reach it through the proxy."""
 
     kill_every = 1.0
 

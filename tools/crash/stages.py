@@ -1,4 +1,4 @@
-"""What the actors of `tools.crash.torture` work with: a store in a folder or in a bucket, chance, and a journal."""
+"""The working environment of the actors of `tools.crash.torture`: a store in a folder or bucket, a seed, a journal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Acknowledged", "BucketStage", "FolderStage", "Stage"]
 
 
 class Acknowledged:
-    """What happened, one JSON object a line, appended by one process and read by others. It outlives a SIGKILL."""
+    """A journal of events, one JSON object a line, appended by one process, read by others. It survives a SIGKILL."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -36,7 +36,7 @@ class Acknowledged:
 
     @staticmethod
     def read(folder: Path) -> list[dict[str, Any]]:
-        """Every event of every journal; the order is that of each process only."""
+        """Every event of every journal; ordered only within each process."""
         events = []
         for path in sorted(folder.glob("*.jsonl")):
             # A SIGKILL may leave half a line, at the end.
@@ -46,12 +46,12 @@ class Acknowledged:
 
 @dataclass(slots=True)
 class Stage(ABC):
-    """What an actor works with.
+    """The environment of an actor.
 
     Attributes:
         notes: the folder of the journals, on a disk that is never full.
         chance: decides everything the actor does.
-        journal: its own.
+        journal: the actor's own.
         watch: a collector's observation of the pins.
     """
 
@@ -67,18 +67,18 @@ class Stage(ABC):
 
     @abstractmethod
     def backend(self) -> Backend:
-        """A way to the store, through this actor's faults."""
+        """A backend for the store that meets this actor's faults."""
 
     @abstractmethod
     def plain(self) -> Backend:
-        """A way past them."""
+        """A backend for the store without faults."""
 
     def conditions(self) -> contextlib.AbstractContextManager[None]:
-        """What holds for everything that this actor does."""
+        """A context for everything that this actor does."""
         return contextlib.nullcontext()
 
     def store(self) -> Store:
-        """The store, opened anew: after a failed fsync a backend acknowledges nothing any more."""
+        """The store, opened again: after a failed fsync a backend acknowledges nothing any more."""
         return Store(self.backend())
 
     def note(self, **event: Any) -> None:
@@ -86,7 +86,7 @@ class Stage(ABC):
         self.journal.note(**event)
 
     def retiring(self) -> set[str]:
-        """REFs that somebody has asked to retire, or is about to."""
+        """REFs that an actor has asked to retire, or is about to."""
         return {ref for event in Acknowledged.read(self.notes) for ref in event.get("retiring", ())}
 
 
@@ -96,7 +96,7 @@ class FolderStage(Stage):
 
     Attributes:
         root: that folder.
-        faulty: faults that the actor's system calls meet.
+        faulty: faults of the actor's system calls.
     """
 
     root: Path = field(kw_only=True)
@@ -110,14 +110,14 @@ class FolderStage(Stage):
         return self.backend_in(self.root)
 
     def backend_in(self, folder: Path) -> LocalBackend:
-        """A way to the store in another folder, through this actor's faults."""
+        """A backend for the store in another folder, with this actor's faults."""
         return LocalBackend(folder, self.posix(), direct=self.chance.random() < 0.7)
 
     def plain(self) -> LocalBackend:
         return LocalBackend(self.root)
 
     def posix(self) -> Posix:
-        """The calls of a way to a store: through this actor's faults, counted anew."""
+        """The system calls of a backend: with this actor's faults, counted from 0 again."""
         return FaultyPosix(SYSTEM, *self.faulty) if self.faulty else SYSTEM
 
 
@@ -126,7 +126,7 @@ class BucketStage(Stage):
     """A store in a bucket.
 
     Attributes:
-        place: of the store; it is faulty where this actor comes through the proxy.
+        place: of the store; it is faulty if this actor uses the proxy.
     """
 
     place: BucketPlace = field(kw_only=True)

@@ -1,4 +1,4 @@
-"""Every state in which a power cut may leave a store: from each, it opens and keeps its promises.
+"""Checks every state in which a power cut may leave a store: the store opens and keeps its promises.
 
 python -m tools.crash.states --limit 2000 --medium pmem
 """
@@ -24,12 +24,12 @@ from tools.crash.scenario import Violation, check, compare, promised
 __all__ = ["Campaign", "Known", "explore"]
 
 FULL_EVERY = 20
-"""Every so many states all bytes are read, and the next writer goes on; the others share what was compared before."""
+"""In one of so many states all bytes are read and the next writer continues; the others reuse earlier comparisons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """What was explored.
+    """Counts of an exploration.
 
     Attributes:
         states: distinct post-crash states.
@@ -43,10 +43,10 @@ class Campaign:
 
 
 class Known:
-    """Checks states fast: the log is read and every promise looked up in each, but bytes are compared only once.
+    """Checks states fast: each check reads the log and looks up every promise, but compares bytes only once.
 
-    Whether a checkpoint restores to the right bits depends on its segment's bytes and on the header hash that the
-    catalog has for it. Most states of one recording share both.
+    Whether a checkpoint restores to the right bits depends on its segment's bytes and on its header hash in the
+    catalog. Most states of one recording share both.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Known:
         self._unmixed: set[tuple[str, bytes]] = set()
 
     def check(self, state: CrashState) -> int:
-        """Check one state without writing; returns the number of checkpoints that are there, and right.
+        """Check one state without writing; returns the number of checkpoints that are there and correct.
 
         Raises:
             Violation: a promise is broken.
@@ -149,13 +149,13 @@ def _checked(posix: RecordingPosix, limit: int, seed: int, stop_after: float | N
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=500, help="states per instant at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=1, help="lives of the store, one after the other")
     parser.add_argument("--medium", choices=MEDIA, default="folder")
-    parser.add_argument("--life", choices=LIVES, default="whole", help="what is done with the store")
+    parser.add_argument("--life", choices=LIVES, default="whole", help="the life of the store")
     parser.add_argument("--seconds", type=float, default=None, help="stop after so many seconds")
     options = parser.parse_args()
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a sweep of faults has injected, and what came of it."""
+"""The results of a sweep of faults."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Sweep"]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What was injected.
+    """Counts of injected faults and their outcomes.
 
     Attributes:
         injected: kind of fault -> places.
         surfaced: error class -> how often a life ended with it.
-        survived: lives that went on to their end despite the fault.
+        survived: lives that ran to their end despite the fault.
         states: post-crash states checked after faults.
         restored: checkpoints restored and compared.
     """

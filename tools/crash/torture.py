@@ -1,18 +1,19 @@
-"""Everything at once, from a seed: writers, readers, requests, folds, gc, SIGKILLs, faults, a full disk.
+"""Runs everything at once, from a seed: writers, readers, requests, folds, gc, SIGKILLs, faults, a full disk.
 
     python -m tools.crash.torture --seconds 600 --seed 7
     python -m tools.crash.torture --seconds 600 --medium s3     # ministack, or s3-memory: a server that is faster
 
-Real processes (`tools.crash.torture_actors`) work on one store until they are killed at random instants; another
-incarnation follows each at once, some with faults in its system calls. Every so often all are killed and the store is
-checked: what was acknowledged and nobody asked to retire is there, bit for bit; what was retired is gone; everything
-visible is whole; no byte is damaged; the next writer goes on. Actors check meanwhile what they see themselves.
+Real processes (`tools.crash.torture_actors`) work on one store until they are killed at random instants. Another
+incarnation follows each at once, some with faults in its system calls. From time to time all are killed and the store
+is checked: every acknowledged checkpoint that nobody asked to retire is there, bit for bit; retired checkpoints are
+gone; everything visible is whole; no byte is damaged; the next writer continues. Meanwhile actors check whatever they
+read.
 
-The seed decides the schedule (who is killed when, who follows with which seed and which faults) and every choice of
-every actor; how the system interleaves them it cannot. With root the store lives on a small ext4 image of its own that
-an actor fills to the last block again and again; elsewhere a full disk is only among the injected faults. In a bucket
-three in ten incarnations come through a proxy that loses, repeats, refuses and delays (`grounds.mishaps`): what the
-dead have sent arrives when others are at work.
+The seed decides the schedule (which process is killed when, the seed and faults of its successor) and every choice of
+every actor; it cannot decide how the system interleaves them. With root the store lives on its own small ext4 image,
+which an actor fills to the last block again and again; without root a full disk is only among the injected faults. In a
+bucket three in ten incarnations use a proxy that loses, repeats, refuses and delays requests (`grounds.mishaps`):
+requests of dead processes arrive while others work.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from tools.crash.torture_actors import ACTORS, perform
 __all__ = ["Action", "Torture", "schedule", "torture"]
 
 DISK: Final = 96 << 20
-"""Bytes of the small disk: some hundred checkpoints and no more."""
+"""Size of the small disk in bytes: room for some hundred checkpoints."""
 CHECK_EVERY: Final = 30.0
 """Seconds between two checks of the whole store."""
 
@@ -70,17 +71,17 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Torture:
-    """What happened.
+    """Counts of a run.
 
     Attributes:
         seconds: how long the actors worked.
         kills: processes killed.
         checks: checks of the whole store.
         restored: checkpoints restored and compared in these.
-        events: what actors noted -> how often: ``saved``, ``loaded``, ``accepted``, ``collected``, ``error X`` ...
+        events: events that actors noted -> counts: ``saved``, ``loaded``, ``accepted``, ``collected``, ``error X`` ...
         terms: terms of the store at the end.
         slots: log slots ever written.
-        disk_full: whether the store had a small disk of its own.
+        disk_full: whether the store had its own small disk.
     """
 
     seconds: float
@@ -100,7 +101,7 @@ def parts(*, disk_full: bool) -> list[str]:
 
 
 def schedule(seed: int, seconds: float, names: Sequence[str], kill_every: float = KILL_EVERY) -> list[Action]:
-    """Who is killed when; the last action is a check."""
+    """The schedule of kills; the last action is a check."""
     chance = random.Random(seed)
     actions, now, last_check = [], 0.0, 0.0
     while (now := now + chance.expovariate(1 / kill_every)) < seconds:
@@ -108,7 +109,7 @@ def schedule(seed: int, seconds: float, names: Sequence[str], kill_every: float 
             last_check = now
             actions.append(Action(now, "", chance.getrandbits(32)))
         else:
-            # The trainer carries the store: a third of the kills are for it.
+            # All others depend on the trainer: it gets a third of the kills.
             part = "trainer-0" if chance.random() < 0.33 else chance.choice(names)
             actions.append(Action(now, part, chance.getrandbits(32)))
     return [*actions, Action(seconds, "", chance.getrandbits(32))]
@@ -124,7 +125,7 @@ class _Company:
         self._incarnations = 0
 
     def start(self, part: str, seed: int) -> None:
-        """Let the next incarnation of `part` begin."""
+        """Start the next incarnation of `part`."""
         self._incarnations += 1
         journal = self.scene.notes / f"{self._incarnations:06d}-{part}.jsonl"
         process = os.fork()
@@ -136,7 +137,9 @@ class _Company:
                 with stage.conditions():
                     status = perform(stage, part.rpartition("-")[0])
             except BaseException:
-                Acknowledged(journal).note(violation=f"{part} raised what is not ours:\n{traceback.format_exc()}")
+                Acknowledged(journal).note(
+                    violation=f"{part} raised an error that is not ours:\n{traceback.format_exc()}"
+                )
                 raise
             finally:
                 os._exit(status)
@@ -147,7 +150,7 @@ class _Company:
             self.start(part, seed + index)
 
     def kill(self, part: str) -> None:
-        """SIGKILL. A process that ended by itself has left a violation in its journal."""
+        """SIGKILL. A process that has already ended has left a violation in its journal."""
         process = self.processes.pop(part)
         os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
@@ -158,14 +161,14 @@ class _Company:
             self.kill(part)
 
     def look(self) -> None:
-        """Raises `Violation` if a process ended by itself: they only do after one."""
+        """Raises `Violation` if a process has ended: they end only after one."""
         for part, process in self.processes.items():
             if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                raise Violation(f"{part} ended by itself")
+                raise Violation(f"{part} ended without a kill")
 
 
 def torture(seconds: float, *, seed: int = 0, folder: Path | None = None, medium: str = "folder") -> Torture:
-    """Torment a store for so long.
+    """Run the torture of a store for `seconds`.
 
     Args:
         folder: where to make it, and the journals.
@@ -232,7 +235,7 @@ def _scene(folder: Path | None, medium: str, seed: int) -> Iterator[Scene]:
 
 
 def _check(scene: Scene, *, last: bool) -> int:
-    """Nobody is at work: compare the store with what the journals say -> checkpoints restored."""
+    """While no actor works, compare the store with the journals -> checkpoints restored."""
     events = Acknowledged.read(scene.notes)
     if told := [event["violation"] for event in events if "violation" in event]:
         raise Violation("\n".join(told))
@@ -250,7 +253,8 @@ def _compared(store: Store, saved: set[str], retiring: set[str], retired: set[st
     if astray := {name for name, node in catalog.tags.items() if node not in catalog.checkpoints}:
         raise Violation(f"tags of checkpoints that are gone: {sorted(astray)}")
     if last:
-        for key in backend.list("pins/"):  # their readers are dead, and nobody waits here until that shows
+        # Their readers are dead; without this the check would wait until the pins expire.
+        for key in backend.list("pins/"):
             backend.delete(key)
     collect(store.journal)
     restored = check(backend, saved - retiring)
@@ -260,14 +264,14 @@ def _compared(store: Store, saved: set[str], retiring: set[str], retired: set[st
 
 
 def _check_nothing_is_left(store: Store) -> None:
-    """Every object below seg/ is needed, or of the newest term, once nobody reads."""
+    """Once nobody reads, every object below seg/ is needed, or belongs to the newest term."""
     collect(store.journal)
     catalog = store.view().catalog
     live = {entry.key for entry in catalog.segments.values()}
     for key in store.backend.list("seg/"):
         term, name = int(key.split("/")[1]), key.rpartition("/")[2].partition(".")[0]
         if key not in live and name not in catalog.manifests and term < catalog.term:
-            raise Violation(f"{key} is needed by nothing, and gc leaves it")
+            raise Violation(f"nothing needs {key}, but gc keeps it")
 
 
 def _count(notes: Path) -> dict[str, int]:
@@ -285,7 +289,7 @@ def _amount(name: str, value: Any) -> int:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one each time")

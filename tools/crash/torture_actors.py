@@ -1,7 +1,7 @@
-"""Who torments the store in `tools.crash.torture`: each actor is a process with one job, without end.
+"""The actors of `tools.crash.torture`: each is a process with one job, without end.
 
-A new command plugs in as one more entry of `ACTORS`: a function of a `Stage` that does one thing per call. It reports
-what it was promised, and what it is about to take away *before* it does, through `Stage.note`.
+To add a command, add an entry to `ACTORS`: a function of a `Stage` that does one thing per call. Through `Stage.note`
+it reports each acknowledgement, and each removal *before* it asks for it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tools.crash.torture_mishaps import mishap
 __all__ = ["ACTORS", "perform", "sample_faults"]
 
 KEPT: Final = 30
-"""Checkpoints that the requester leaves; it retires older ones."""
+"""Checkpoints that the requester keeps; it retires older ones."""
 PIN_DEAD_AFTER: Final = 20.0
 """Seconds; a reader that took longer for one load may have lost its pin, and is not judged."""
 
@@ -81,7 +81,7 @@ def train(stage: Stage) -> None:
 
 
 def read(stage: Stage) -> None:
-    """Load some checkpoints and compare every bit; hold a pin, and find what it names still there."""
+    """Load some checkpoints and compare every bit; hold a pin, and check that its checkpoint is still there."""
     store = stage.store()
     known = [info.ref for info in store.checkpoints()]
     for ref in stage.chance.sample(known, min(5, len(known))):
@@ -121,7 +121,7 @@ def hold(stage: Stage, store: Store, ref: str) -> None:
 
 
 def audit(stage: Stage) -> None:
-    """Everything that was acknowledged by now is visible now."""
+    """Every checkpoint that was acknowledged by now is visible now."""
     saved = {event["saved"] for event in Acknowledged.read(stage.notes) if "saved" in event}
     visible = {info.ref for info in stage.store().checkpoints()}
     if missing := saved - visible - stage.retiring():
@@ -145,7 +145,7 @@ def request(stage: Stage) -> None:
         time.sleep(0.1)
         return
     refs = [f"{step}@{term}" for term, step in retires]
-    stage.note(retiring=refs)  # before it is asked for: from here on they may be gone
+    stage.note(retiring=refs)  # noted before the request: from here on they may be gone
     drops = droppable(view.catalog, retires)
     posted = requests.post(
         store.journal, view.catalog.term, "torture", Change(drops=tuple(drops), retires=tuple(retires), tags=tags)
@@ -155,7 +155,7 @@ def request(stage: Stage) -> None:
 
 
 def fold_diffs(stage: Stage) -> None:
-    """Merge some range of some term beside its live writer, now and then instead of it."""
+    """Merge a random range of a term beside its live writer, sometimes instead of it."""
     store = stage.store()
     nodes = sorted(store.view().catalog.checkpoints)
     term = stage.chance.choice(sorted({term for term, _ in nodes})[-3:]) if nodes else 0
@@ -166,7 +166,7 @@ def fold_diffs(stage: Stage) -> None:
     first = stage.chance.randrange(len(steps) - 2)
     chosen = steps[first : first + stage.chance.randint(3, 12)]
     keep_steps = stage.chance.random() < 0.5
-    if not keep_steps:  # before it is asked for: from here on they may be gone
+    if not keep_steps:  # noted before the request: from here on they may be gone
         stage.note(retiring=[f"{step}@{term}" for step in chosen[:-1]])
     begin = time.monotonic()
     try:
@@ -181,7 +181,7 @@ def fold_diffs(stage: Stage) -> None:
         stage.note(nothing_to_merge=1)
         time.sleep(0.1)
         return
-    except RequestTimeoutError:  # the writer is known to be gone: nothing was posted
+    except RequestTimeoutError:  # the writer is known to be gone: no request was posted
         stage.note(nobody_to_ask=1)
         time.sleep(0.1)
         return
@@ -209,7 +209,7 @@ def maintain(stage: Stage) -> None:
 
 
 def gather(stage: Stage) -> None:
-    """Delete the segments that nothing needs."""
+    """Delete unneeded segments."""
     store = stage.store()
     if stage.watch is None:
         stage.watch = PinWatch(stage.plain(), dead_after=PIN_DEAD_AFTER)
@@ -221,7 +221,7 @@ def gather(stage: Stage) -> None:
 
 
 def fill(stage: FolderStage) -> None:
-    """Fill the disk to the last block for a while. Only for a disk of its own: where the store is alone on it."""
+    """Fill the disk to the last block for a while. Use it only where the store has the disk to itself."""
     hog = stage.root.parent / "hog"
     time.sleep(stage.chance.random() * 6)
     try:
@@ -240,7 +240,7 @@ def fill(stage: FolderStage) -> None:
 
 
 def suffer(stage: Stage) -> None:
-    """Something happens to a store of one's own."""
+    """Inflict a mishap on a store of this actor's own."""
     if isinstance(stage, FolderStage):
         mishap(stage)
     elif isinstance(stage, BucketStage):
@@ -259,18 +259,18 @@ ACTORS: Final[Mapping[str, tuple[Callable[[Any], None], int]]] = {
     "filler": (fill, 1),
     "mishap": (suffer, 1),
 }
-"""Name -> (what it does again and again, how many of them at once). Later commands plug in here."""
+"""Name -> (the function that it repeats, how many of them run at once). Add later commands here."""
 RARE: Final = frozenset({"rival"})
 """Actors that wait long between two turns: a rival fences the trainer each time."""
 
 
-# ------------------------------------------------------------------------------------------------ performing
+# ------------------------------------------------------------------------------------------------ running an actor
 
 
 def perform(stage: Stage, actor: str) -> int:
     """Do an actor's job until the process is killed; returns (an exit status) only after a violation."""
     turn = ACTORS[actor][0]
-    warnings.simplefilter("error", UnpinnedWarning)  # on a full disk: what is read may be collected meanwhile
+    warnings.simplefilter("error", UnpinnedWarning)  # on a full disk: gc may delete a segment during a read
     while True:
         if actor in RARE:
             time.sleep(stage.chance.random() * 20)
@@ -291,7 +291,7 @@ def perform(stage: Stage, actor: str) -> int:
 
 
 def _excused(error: CkptError, stage: Stage) -> bool:
-    """Whether this may happen to anyone here: fenced by a rival, a full disk, faults put in."""
+    """Whether any actor may meet this error here: a rival's fence, a full disk, injected faults."""
     if isinstance(error, FencedError | CommitUnknownError | WriterClosedError):
         return True
     if isinstance(error, StorageError):
@@ -309,7 +309,7 @@ def _chain(error: BaseException | None) -> str:
 
 
 def sample_faults(chance: random.Random) -> tuple[Fault, ...]:
-    """Some faults that an actor's system calls will meet, at random places."""
+    """Some faults for an actor's system calls, at random places."""
 
     def place(most: int) -> int:
         return 1 + int(most * chance.random() ** 2)

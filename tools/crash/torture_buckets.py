@@ -1,8 +1,7 @@
-"""As `torture_mishaps`, of stores in a bucket: objects vanish, older ones are put back, everything is deleted.
+"""Like `torture_mishaps`, for stores in a bucket: objects vanish, older ones are put back, everything is deleted.
 
-A bucket moves no store, and has no handles: whoever writes has its name alone. What a reader does not see there is
-that two slots and more are gone one after the other, which `verify`, gc and the next writer do: the log is not listed
-for each look.
+A bucket moves no store and has no handles: a writer has only its name. A reader there does not notice that two or more
+consecutive slots are gone, because it does not list the log for each look; `verify`, gc and the next writer notice it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["bucket_mishap"]
 
 
 def bucket_mishap(stage: BucketStage) -> None:
-    """Make a small store, let one thing happen to it, and look for what is silent."""
+    """Make a small store, inflict one mishap on it, and search for silent damage."""
     server = stage.place.bucket.server
     bucket = ObjectBackend(server.url(), server.options)
     kind = stage.chance.choice(list(_KINDS))
@@ -84,7 +83,7 @@ def _copy_is_put_back(stage: BucketStage, bucket: ObjectBackend) -> None:
         try:
             save(stage, rival, after, 1)
         except WriterError:
-            stage.note(set_back_writer_in_the_way=1)  # nobody looks at the slot before: that costs a request
+            stage.note(set_back_writer_in_the_way=1)  # nobody checks the slot before: that costs a request
         close(rival)
     close(writer)
     check(Store(bucket.reopened()), after)
@@ -107,7 +106,8 @@ def _everything_is_deleted(stage: BucketStage, bucket: ObjectBackend) -> None:
         raise Violation(f"acknowledged after the store was deleted: {sorted(set(saved) - set(lost))}")
     close(writer)
     if not replaced:
-        _wipe(bucket)  # its segment went up before it looked at FORMAT, and nothing is made over a stranger's segments
+        # Its segment was uploaded before it checked FORMAT, and no store is created over foreign segments.
+        _wipe(bucket)
         fill(stage, new, replaced, 1).close()
     check(new, replaced)
     if not verify(new).ok:

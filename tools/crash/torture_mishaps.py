@@ -1,9 +1,9 @@
-"""An actor of `tools.crash.torture` that breaks stores of its own: slots vanish, copies are put back, folders move.
+"""An actor of `tools.crash.torture` that breaks its own stores: slots vanish, copies are put back, folders move.
 
-What such a mishap destroys nobody can give back. What must hold is that nothing of it is silent: whatever was
-acknowledged loads with the right bits, or `verify` reports damage (but for the very end of a log, which leaves no
-trace); `latest` is the newest or an error; a writer whose store was moved goes on in that store, one whose store was
-deleted or set back stops, before it fences anybody; gc takes nothing that still loads.
+Nothing can restore the data that such a mishap destroys, but it must never be silent. Every acknowledged checkpoint
+loads with the right bits, or `verify` reports damage (except at the very end of a log, which leaves no trace). `latest`
+is the newest or an error. A writer whose store was moved continues in that store; one whose store was deleted or set
+back stops before it fences anybody. gc deletes nothing that still loads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Saved = dict[str, dict[str, Any]]
 
 
 def mishap(stage: FolderStage) -> None:
-    """Make a small store, let one thing happen to it, and look for what is silent."""
+    """Make a small store, inflict one mishap on it, and search for silent damage."""
     _tidy(stage.root.parent)
     folder = stage.root.parent / f"mishap-{os.getpid()}-{stage.chance.getrandbits(32):08x}"
     kind = stage.chance.choice(list(_KINDS))
@@ -49,7 +49,7 @@ def mishap(stage: FolderStage) -> None:
 
 
 def _tidy(parent: Path) -> None:
-    """Remove what killed incarnations left."""
+    """Remove the leftovers of killed incarnations."""
     for path in parent.glob("mishap-*"):
         if not Path("/proc", path.name.split("-")[1]).exists():
             shutil.rmtree(path, ignore_errors=True)
@@ -60,7 +60,7 @@ def _beside(folder: Path, what: str) -> Path:
 
 
 def save(stage: Stage, writer: Writer, saved: Saved, count: int) -> None:
-    """Save some steps; what is acknowledged is noted in `saved`."""
+    """Save some steps; acknowledged states are noted in `saved`."""
     first = max((node_of(ref)[1] for ref in saved if ref.endswith(f"@{writer.term}")), default=0)
     first = max(first, 0 if writer.parent is None else writer.parent.step)
     for step in range(first + 1, first + 1 + count):
@@ -70,7 +70,7 @@ def save(stage: Stage, writer: Writer, saved: Saved, count: int) -> None:
 
 
 def fill(stage: Stage, store: Store, saved: Saved, terms: int) -> Writer:
-    """Some terms, some of them forks; the last one's writer is left open."""
+    """Some terms, some of them forks; the last one's writer stays open."""
     for index in range(terms):
         known = [info.ref for info in store.checkpoints()] if index else []
         fork = bool(known) and stage.chance.random() < 0.3
@@ -81,7 +81,7 @@ def fill(stage: Stage, store: Store, saved: Saved, terms: int) -> Writer:
     return writer
 
 
-# ------------------------------------------------------------------------------------------------ what happens
+# ------------------------------------------------------------------------------------------------ mishaps
 
 
 def _slots_vanish(stage: FolderStage, folder: Path) -> None:
@@ -180,20 +180,20 @@ _KINDS: Final[dict[str, Callable[[FolderStage, Path], None]]] = {
 
 
 def close(writer: Writer) -> None:
-    """A writer that has stopped says so when it closes."""
+    """A writer that has stopped reports it when it closes."""
     with contextlib.suppress(CkptError):
         writer.close()
 
 
-# ------------------------------------------------------------------------------------------------ what must hold
+# ------------------------------------------------------------------------------------------------ checks
 
 
 def check(store: Store, saved: Saved) -> None:
-    """Raises `Violation` if something of `saved` is gone or other, and nobody says so."""
+    """Raises `Violation` if a checkpoint of `saved` is missing or different without an error."""
     try:
         report = verify(store)
     except CkptError:
-        return  # nothing can be read, and that is said
+        return  # nothing can be read, and an error says so
     there = {info.ref: info for info in store.checkpoints()}
     silent = [ref for ref in saved if ref not in there]
     if silent and report.ok:
@@ -212,14 +212,14 @@ def check(store: Store, saved: Saved) -> None:
             raise Violation(f"{ref} was restored with other bits")
         loads.add(ref)
     latest = ""
-    if report.ok or store.backend.cheap_looks:  # else readers do not list the log, and `verify` has told
+    if report.ok or store.backend.cheap_looks:  # otherwise readers do not list the log, and `verify` has reported it
         with contextlib.suppress(CkptError):
             latest = store.checkpoint("latest").ref
     newest = [ref for ref in saved if ref.endswith(f"@{store.view().catalog.term}")]
     if latest and newest:
         last = max(newest, key=lambda ref: node_of(ref)[1])
         if latest != last:
-            raise Violation(f"latest is {latest}, without a word, but {last} was acknowledged")
+            raise Violation(f"latest is silently {latest}, but {last} was acknowledged")
     try:
         collect(store.journal)
     except CorruptLogError:

@@ -1,5 +1,5 @@
-"""The main job: a GPT that is killed again and again, checkpoints every step, and ends up bit-identical.
+"""The main demo: a GPT that is killed again and again, saves every step, and ends bit-identical.
 
 ``python -m tools.demo`` trains a reference run without a store, then the same run with a checkpoint of every step
-through ckptstore while SIGKILL strikes, and compares the two bit for bit. docs/demo.md explains what it shows.
+through ckptstore under repeated SIGKILLs, and compares the two bit for bit. docs/demo.md explains the results.
 """

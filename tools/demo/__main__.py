@@ -1,4 +1,4 @@
-"""``python -m tools.demo [--quick]``: exit 0 if the killed run ends in the reference's bits, 1 if anything differs."""
+"""``python -m tools.demo [--quick]``: exit 0 if the killed run ends with the reference's bits, else 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holding what the store gives back against what the reference run recorded."""
+"""Compares states from the store with the records of the reference run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RestoredStep:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """All that was read back from a finished run's store."""
+    """The results of reading a finished run's store."""
 
     parts: list[PartDifference]
     """The newest checkpoint against the reference's last state."""

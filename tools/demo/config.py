@@ -1,4 +1,5 @@
-"""What one demo run is made of: sizes, seed and schedule, as one frozen value that every process reads from a file."""
+"""The configuration of one demo run: sizes, seed and schedule, as one frozen value that every process reads from a
+file."""
 
 from __future__ import annotations
 
@@ -8,27 +9,28 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 Mode = Literal["save", "save_async", "both"]
-"""How the trainer hands checkpoints to the store; ``both`` alternates from term to term."""
+"""How the trainer saves checkpoints; ``both`` alternates from term to term."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """Everything that both runs share. Sizes of the model in units of float32 numbers, of the corpus in bytes."""
+    """The settings that both runs share. Sizes of the model in float32 numbers, of the corpus in bytes."""
 
     steps: int = 200
     kills: int = 6
     kills_in_commit: int = 3
     full_every: int = 50
-    """Step diffs from one full checkpoint to the next: so many steps a restore may have to replay."""
+    """Step diffs from one full checkpoint to the next: a restore may have to replay as many steps."""
     samples: int = 12
     """Earlier steps that are restored and compared at the end."""
     mode: Mode = "both"
     side_by_side: bool = False
-    """Train the reference on a second core meanwhile. The bits are the same; the times are not worth quoting."""
+    """Train the reference on a second core meanwhile. The bits are the same; the times are then not representative."""
     seed: int = 1729
     threads: int = 1
-    """``torch.set_num_threads`` of every process: the number decides the bits, so it is fixed. One, because the second
-    core saves (`save_async`), and because OpenMP threads on a busy machine wait for each other 15 times as long."""
+    """``torch.set_num_threads`` of every process: fixed, because the number changes the bits. It is one, because the
+    second core saves (`save_async`), and because OpenMP threads on a busy machine wait for each other 15 times as long.
+    """
     corpus_bytes: int = 256 * 1024
     batch: int = 8
     context: int = 128

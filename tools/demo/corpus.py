@@ -1,4 +1,4 @@
-"""The text that the demo trains on: sources of Python's own standard library, already on every machine."""
+"""The demo's training text: sources of Python's own standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "te
 
 
 class CorpusError(Exception):
-    """There is no such corpus on this machine, or it is not the one a checkpoint was trained on."""
+    """This machine has no such corpus, or it is not the one that a checkpoint was trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Corpus:
     files: int
 
     def identity(self) -> dict[str, str | int]:
-        """What a checkpoint records of its data."""
+        """The record of the data in a checkpoint."""
         return {"sha256": self.sha256, "bytes": int(self.text.size)}
 
     def require(self, recorded: dict[str, str | int]) -> None:
-        """Refuse to continue on other data: the result would be neither run. Raises `CorpusError`."""
+        """Refuse to continue on other data: the result would match neither run. Raises `CorpusError`."""
         if recorded != self.identity():
             raise CorpusError(
                 f"the checkpoint was trained on {recorded['bytes']} bytes of text with SHA-256 {recorded['sha256']}, "
@@ -61,7 +61,7 @@ def read_corpus(size: int, folder: Path | None = None) -> Corpus:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """Lazily, so that the tens of thousands of files that the corpus does not reach cost nothing."""
+    """Lazy, so that the tens of thousands of files that the corpus does not need cost nothing."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - _NOT_THE_LIBRARY)
         yield from (Path(folder) / name for name in sorted(names) if name.endswith(".py"))

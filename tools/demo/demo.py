@@ -1,4 +1,4 @@
-"""The order of events: reference run, the run through the store with its kills, comparison, picture, summary."""
+"""Runs the phases: reference run, the run through the store with its kills, comparison, picture, summary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Demo:
         self._warnings: list[str] = []
 
     def run(self) -> Outcome:
-        """All of it, with progress bars. Raises `DemoError` if a worker ends otherwise than by a planned kill."""
+        """Run everything, with progress bars. Raises `DemoError` if a worker ends other than by a planned kill."""
         self._out.prepare(self._config)
         report.introduce(self._console, self._config, read_corpus(self._config.corpus_bytes), self._out.store)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -76,7 +76,7 @@ class Demo:
             if event.kind in ("released", "resumed"):
                 progress.update(task, completed=event.fields["step"])
             if event.kind == "resumed" and event.fields["step"]:
-                found = f"{event.fields['step']}, goes on as term {event.fields['term']} with {event.fields['mode']}"
+                found = f"{event.fields['step']}, continues as term {event.fields['term']} with {event.fields['mode']}"
                 progress.console.print(f"[green]resumed[/] the next process finds step {found}", highlight=False)
             if event.kind == "warning":
                 self._warnings.append(event.fields["text"])
@@ -84,7 +84,7 @@ class Demo:
         return Supervisor(self._out.config, self._out.log, watch)
 
     def _durable_step(self) -> int:
-        """The step that the next worker will continue from; 0 before there is a store."""
+        """The step from which the next worker will continue; 0 before there is a store."""
         if not self._out.store.exists():
             return 0
         checkpoints = ckptstore.open(str(self._out.store)).checkpoints()
@@ -118,7 +118,7 @@ class Demo:
         )
 
     def _show_command(self, name: str, *options: str) -> int:
-        """Run ``ckpt NAME STORE`` as its user would, in front of their eyes; returns its exit status."""
+        """Run ``ckpt NAME STORE`` visibly, as its user would; returns its exit status."""
         found = shutil.which("ckpt", path=str(Path(sys.executable).parent)) or shutil.which("ckpt")
         if found is None:
             raise DemoError("the command ckpt is not installed: pip install -e .")

@@ -1,9 +1,9 @@
 """Comparing states by their bits, independently of the store and without torch.
 
 A state is taken apart into **leaves**: every number, string and array with its key path, its exact type and its bytes
-(NaN payloads and the sign of zero included, Python's ``==`` never asked), and every container with its type and
-length. Arrays count by logical dtype and shape, whether torch or numpy holds them, so that a state loaded for numpy
-compares with one recorded by torch.
+(NaN payloads and the sign of zero included, without Python's ``==``), and every container with its type and length.
+Arrays count by logical dtype and shape, whether torch or numpy holds them, so that a state loaded for numpy compares
+with one recorded by torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class PartDifference:
-    """How one part of two states compares.
+    """The comparison of one part of two states.
 
     `differing_bits` counts bits of leaves that both have with the same type; a leaf that is missing on one side or has
     another type counts all its bits.
@@ -67,7 +67,7 @@ class PartDifference:
 
     @property
     def same(self) -> bool:
-        """Every bit is equal."""
+        """Whether every bit is equal."""
         return self.differing_leaves == 0
 
 
@@ -80,7 +80,7 @@ def leaves(state: Any, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
     elif isinstance(state, list | tuple):
         yield _text_leaf(path, type(state).__name__, str(len(state)))
         if len(state) > 32 and all(type(item) is int for item in state):
-            # the 625 words of python's RNG are one thing to report, not 625
+            # report the 625 words of python's RNG as one leaf
             yield Leaf(path, f"int x {len(state)}", len(state), json.dumps(state).encode())
             return
         for index, value in enumerate(state):
@@ -117,7 +117,7 @@ def part_hashes(state: Any) -> dict[str, str]:
 
 
 def compare(expected: list[Leaf], actual: list[Leaf]) -> list[PartDifference]:
-    """How two states' leaves compare, part by part, in the order of `PARTS`."""
+    """The comparison of two states' leaves, part by part, in the order of `PARTS`."""
     left = {(leaf.path, leaf.kind): leaf for leaf in expected}
     right = {(leaf.path, leaf.kind): leaf for leaf in actual}
     keys = list(dict.fromkeys([*left, *right]))

@@ -1,4 +1,4 @@
-"""Which kill strikes when: a plan drawn from the seed before anything runs."""
+"""The plan of the kills, drawn from the seed before anything runs."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ import torch
 
 
 class ShuffledWindows:
-    """Batches of text windows in an order drawn anew every epoch, with the input slightly corrupted.
+    """Batches of text windows in a new random order every epoch, with the input slightly corrupted.
 
-    It has a generator of its own. Its state is the generator *as it was when the epoch began* and the position in the
-    epoch: the order of thousands of windows is drawn again on resume, not stored. Corruption comes from the global RNGs
-    of python (whether) and numpy (where, and what), as augmentation in real input pipelines does, so that a run whose
-    RNGs are not restored differs at once.
+    It has its own generator. Its state is the generator *as it was when the epoch began* and the position in the epoch:
+    the order of thousands of windows is drawn again on resume, not stored. Corruption comes from the global RNGs of
+    python (whether) and numpy (where, and what), as augmentation in real input pipelines does, so that a run whose RNGs
+    are not restored differs at once.
     """
 
     def __init__(self, text: npt.NDArray[np.uint8], *, context: int, batch: int, noise: float, seed: int) -> None:
@@ -38,7 +38,7 @@ class ShuffledWindows:
         self._position = 0
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, each int64 of shape ``(batch, context)``. A last incomplete batch is left out."""
+        """Inputs and targets, each int64 of shape ``(batch, context)``. A last incomplete batch is skipped."""
         if self._position + self._batch > self._windows:
             self._epoch += 1
             self._begin_epoch()
@@ -53,7 +53,7 @@ class ShuffledWindows:
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, position (windows handed out in it) and the generator's state at the epoch's start."""
+        """Epoch, position (windows yielded in it) and the generator's state at the epoch's start."""
         return {"epoch": self._epoch, "position": self._position, "generator": self._epoch_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

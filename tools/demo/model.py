@@ -1,4 +1,4 @@
-"""A small GPT over bytes, as in any textbook: nothing in it knows of checkpoints."""
+"""A small textbook GPT over bytes, without any code for checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of the demo found out: one value, its verdict, and its JSON."""
+"""The results of a demo run: one value, its verdict, and its JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Outcome:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The content of ``summary.json``, as docs/demo.md describes it."""
+        """The content of ``summary.json``: times in seconds, sizes in bytes."""
         failures = self.failures()
         return {
             "identical": not failures,

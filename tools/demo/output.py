@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind."""
+"""The output folder of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARKER = ".ckptstore-demo"
 
 @dataclass(frozen=True, slots=True)
 class OutputFolder:
-    """Where everything of a run lies."""
+    """The paths of a run's files."""
 
     root: Path
 
@@ -25,7 +25,7 @@ class OutputFolder:
 
     @property
     def reference(self) -> Path:
-        """What the reference run recorded."""
+        """The records of the reference run."""
         return self.root / "reference"
 
     @property
@@ -35,7 +35,7 @@ class OutputFolder:
 
     @property
     def log(self) -> Path:
-        """What the workers wrote to standard error."""
+        """The standard error of the workers."""
         return self.root / "workers.log"
 
     @property
@@ -49,7 +49,7 @@ class OutputFolder:
         return self.root / "summary.json"
 
     def prepare(self, config: DemoConfig) -> None:
-        """Make the folder, empty of an earlier run. Raises `DemoError` rather than remove what no demo has made."""
+        """Make the folder, empty of an earlier run. Raises `DemoError` rather than delete other files."""
         if self.root.exists() and any(self.root.iterdir()) and not (self.root / _MARKER).exists():
             raise DemoError(f"{self.root} is not empty and was not made by the demo: name another folder with --out")
         self.root.mkdir(parents=True, exist_ok=True)

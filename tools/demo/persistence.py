@@ -1,4 +1,4 @@
-"""The whole of what a training loop needs of ckptstore: where to continue, and what to keep."""
+"""All the calls that a training loop needs from ckptstore: where to continue, and what to save."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class StoreKeeper:
-    """Checkpoints every step into a store as step diffs, and knows where a killed run continues.
+    """Saves every step into a store as step diffs, and finds where a killed run continues.
 
     In mode ``save`` a checkpoint is durable when `keep` returns. In mode ``save_async`` it becomes durable while the
-    next step computes; at most one is on its way, and its error, if any, surfaces at the next `keep` or at the end.
+    next step computes; at most one is in flight, and its error, if any, surfaces at the next `keep` or at the end.
     """
 
     def __init__(self, folder: Path, config: DemoConfig, training: Training) -> None:
@@ -42,7 +42,7 @@ class StoreKeeper:
         self._on_its_way: Future[None] | None = None
 
     def resume(self) -> dict[str, Any]:
-        """Restore what to continue from, if there is anything -> what the supervisor is told of it."""
+        """Restore the state to continue from, if there is any -> the event for the supervisor."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ckptstore.DeterminismWarning)
             self._training.step = self._checkpointer.resume()
@@ -55,7 +55,7 @@ class StoreKeeper:
         return {"term": term, "mode": self._mode}
 
     def keep(self, step: int) -> None:
-        """Make the state the checkpoint of `step`, and tell the supervisor when the store has acknowledged it."""
+        """Save the state as the checkpoint of `step`, and tell the supervisor when the store has acknowledged it."""
         began = time.monotonic()
         self._settle()
         pending = self._checkpointer.step(metrics={"loss": self._training.notes.losses[-1]})

@@ -1,4 +1,4 @@
-"""The picture of a run: its loss with the kills, and how far it was at every second."""
+"""The picture of a run: its loss with the kills, and its progress over time."""
 
 from __future__ import annotations
 

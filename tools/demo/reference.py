@@ -1,4 +1,4 @@
-"""The uninterrupted run that the store's run is held against. It never sees the store."""
+"""The uninterrupted run with which the store's run is compared. It never uses the store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FINAL = "final.leaves"
 
 
 class ReferenceRecorder:
-    """Takes the store's place in the training loop: notes the hashes of every state, and the last one whole."""
+    """Replaces the store in the training loop: records the hashes of every state, and the whole last state."""
 
     def __init__(self, folder: Path, last_step: int, training: Training) -> None:
         self._training = training
@@ -28,7 +28,7 @@ class ReferenceRecorder:
         self._hashes = (folder / _HASHES).open("w")
 
     def resume(self) -> dict[str, Any]:
-        """A reference run always begins at the beginning."""
+        """A reference run always starts from scratch."""
         return {}
 
     def keep(self, step: int) -> None:
@@ -49,7 +49,7 @@ class ReferenceRecorder:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a finished reference run left: hashes per step and part, and the leaves of its last state."""
+    """The record of a finished reference run: hashes per step and part, and the leaves of its last state."""
 
     hashes: dict[int, dict[str, str]]
     final: list[Leaf]

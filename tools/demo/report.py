@@ -1,4 +1,4 @@
-"""What the demo prints: what runs, what was lost, what saving cost, and the verdict."""
+"""The demo's printed report: the runs, the losses, the cost of saving, and the verdict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.demo.supervisor import Strike
 
 
 def introduce(console: Console, config: DemoConfig, corpus: Corpus, store: Path) -> None:
-    """Say what is about to happen."""
+    """Print what is about to happen."""
     console.print(
         f"A GPT of {config.parameters:,} parameters learns {corpus.text.size // 1024} KiB of Python's own library "
         f"(SHA-256 {corpus.sha256[:12]}) for {config.steps} steps: once without a store, once with a checkpoint of "
@@ -87,7 +87,7 @@ def _kills(strikes: list[Strike]) -> Table:
 
 
 def _how(strike: Strike) -> str:
-    """``before-create``, a point inside a commit, or when it came by the clock."""
+    """``before-create``, a point inside a commit, or the time of the kill."""
     return strike.kill.point.split(".")[-1] if strike.kill.point else f"random, {strike.at:.1f} s"
 
 

@@ -1,4 +1,4 @@
-"""Numbers from a finished run: what was saved, how fast, and what it cost the training loop."""
+"""Numbers from a finished run: the saves, their speed, and their cost to the training loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SaveCosts:
     durable_seconds: float
     """From the call until the store acknowledged."""
     stall_seconds: float
-    """How long the training loop stood still for one checkpoint."""
+    """How long the training loop was blocked by one checkpoint."""
     step_seconds: float
     """From the start of one step to the start of the next, checkpoint included."""
     baseline_seconds: float
@@ -38,7 +38,7 @@ class SaveCosts:
 
     @property
     def loss_share(self) -> float:
-        """Whole cost to the loop: how much longer a step takes than without a store, as a share of the latter."""
+        """Whole cost to the loop: the increase of a step's time relative to no store."""
         return self.step_seconds / self.baseline_seconds - 1.0
 
 
@@ -83,7 +83,7 @@ def _costs_of(mode: str, attempts: list[Attempt], baseline: float) -> SaveCosts 
 
 
 def losses_of(attempts: list[Attempt]) -> dict[int, list[float]]:
-    """Every loss that was computed for a step; a step that was lost and computed again has several."""
+    """Every computed loss of a step; a step that was lost and computed again has several."""
     found: dict[int, list[float]] = {}
     for attempt in attempts:
         for step, event in attempt.steps("computed").items():

@@ -1,4 +1,4 @@
-"""Starting workers, watching their steps, killing them, starting them again until the run is done."""
+"""Starts workers, watches their steps, kills them, and restarts them until the run is done."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _WATCHDOG_SECONDS = 600.0
 
 
 class DemoError(Exception):
-    """The demo itself could not do its work: a worker failed, or a planned kill did not strike."""
+    """The demo itself failed: a worker failed, or a planned kill did not happen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One worker process from start to end, as its events tell. Times are `time.monotonic` seconds."""
+    """One worker process from start to end, from its events. Times are `time.monotonic` seconds."""
 
     kill: Kill | None
     spawned: float
@@ -42,7 +42,7 @@ class Attempt:
         return next((event for event in self.events if event.kind == kind), None)
 
     def require(self, kind: str) -> Event:
-        """The first event of a kind, of a process that must have come so far. Raises `DemoError`."""
+        """The first event of a kind, of a process that must have reached it. Raises `DemoError`."""
         found = self.first(kind)
         if found is None:
             raise DemoError(f"a worker ended, while {self.doing()}, before it reported {kind!r}")
@@ -59,7 +59,7 @@ class Attempt:
         return max(self.steps("begin"), default=resumed.fields["step"] if resumed else 0)
 
     def doing(self) -> str:
-        """What it was at when it ended, as far as its events tell."""
+        """The worker's activity when it ended, as far as its events show."""
         computed, durable = self.steps("computed"), self.steps("durable")
         saving = sorted(set(computed) - set(durable))
         doing = [f"saving {step}" for step in saving]
@@ -72,7 +72,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """What one kill cost."""
+    """The cost of one kill."""
 
     number: int
     kill: Kill
@@ -84,11 +84,11 @@ class Strike:
     acknowledged: int
     """The last step that the store had acknowledged, in this or an earlier process."""
     resumed: int
-    """The step that the next process found and continued from."""
+    """The step from which the next process continued."""
     build_seconds: float
-    """Of the next process, from its start until python, torch and the untrained model are there."""
+    """Of the next process, from its start until python, torch and the untrained model are ready."""
     restore_seconds: float
-    """Of the next process, to open the store, begin its term, load and put back the state."""
+    """Of the next process, to open the store, begin its term, load and restore the state."""
     restart_seconds: float
     """From the kill to the first step that begins again."""
     mode: str
@@ -99,7 +99,7 @@ class Strike:
         return self.began - self.resumed
 
     def broken_promises(self) -> list[str]:
-        """What the store promised and did not keep; empty when all is well."""
+        """The promises that the store broke; empty when all is well."""
         broken = []
         if self.resumed < self.acknowledged:
             broken.append(
@@ -122,7 +122,7 @@ class Supervisor:
     def run(
         self, role: Literal["reference", "store"], folder: Path, kill: Kill | None = None, crash_at: str = ""
     ) -> Attempt:
-        """Start one worker and wait for its end, by itself or by `kill`. Raises `DemoError` for any other end."""
+        """Start one worker and wait for its end, without a kill or by `kill`. Raises `DemoError` for any other end."""
         environment = {**os.environ, _CRASH_AT: crash_at}
         command = [sys.executable, "-m", "tools.demo.worker", role, str(self._config), str(folder)]
         spawned = time.monotonic()
@@ -145,7 +145,7 @@ class Supervisor:
         return attempt
 
     def _follow(self, worker: subprocess.Popen[str], kill: Kill | None) -> tuple[Event, ...]:
-        """Read events until the worker's end, and strike when its step has come."""
+        """Read events until the worker's end, and kill it at the planned step."""
         assert worker.stdout is not None
         events: list[Event] = []
         timer: threading.Timer | None = None
@@ -185,9 +185,9 @@ def run_with_kills(
     durable_step: Callable[[], int],
     announce: Callable[[Kill, Attempt], None],
 ) -> list[Attempt]:
-    """Run the store's run to its end through all planned kills; `announce` hears of each killed attempt.
+    """Run the store's run to its end through all planned kills; `announce` is called after each killed attempt.
 
-    `durable_step` reads from the store, while no worker lives, which step the next one will continue from: a kill
+    `durable_step` reads from the store, while no worker lives, the step from which the next one will continue: a kill
     inside a commit is aimed by counting that worker's checkpoints. Raises `DemoError`.
     """
     attempts = []
@@ -202,7 +202,7 @@ def run_with_kills(
 
 
 def strikes(attempts: list[Attempt]) -> list[Strike]:
-    """What each kill cost, from a finished run's attempts."""
+    """The cost of each kill, from a finished run's attempts."""
     found = []
     acknowledged = 0
     for number, (killed, following) in enumerate(pairwise(attempts), 1):

@@ -1,4 +1,4 @@
-"""The training loop's body and its whole state: what must be saved for the next step to come out bit for bit."""
+"""The training loop's body and its whole state: everything that the next step's bits depend on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 class Notes:
-    """What a run says of itself, beside what it trains: its losses, its data, its environment."""
+    """A run's records beside the model: its losses, its data, its environment."""
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
@@ -46,8 +46,8 @@ class Notes:
 class Training:
     """Model, optimizer, schedule, loader and RNGs of one run.
 
-    Building it seeds the global RNGs of python, numpy and torch, and fixes torch's thread count, which decides bits as
-    the rest of ``environment`` in the state does.
+    The constructor seeds the global RNGs of python, numpy and torch, and fixes torch's thread count, which affects the
+    bits like the rest of ``environment`` in the state.
     """
 
     def __init__(self, config: DemoConfig, corpus: Corpus) -> None:

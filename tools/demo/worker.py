@@ -19,7 +19,7 @@ REFUSED = 3
 
 
 def train(training: Training, keeper: StoreKeeper | ReferenceRecorder) -> None:
-    """Continue from what `keeper` has, have it keep the state after every step, and report each event."""
+    """Continue from `keeper`'s state, let it save the state after every step, and report each event."""
     resumed = keeper.resume()
     emit("resumed", step=training.step, **resumed)
     for step in range(training.step + 1, training.config.steps + 1):

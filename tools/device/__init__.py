@@ -12,13 +12,13 @@
         host                                  # 0, 1, 2, 3
         device.counts.to_host                 # 16
 
-Seed 0 runs everything as late as streams and events permit; any other one decides how eager each stream is. So the
-order of a program's device work is tested: whatever it forgot to order goes wrong under some seed. Beside that
-``device.hazards`` lists, under any seed, what streams do to memory that nothing orders. See `machine` for what is
-counted and found, `kernels` for what is simulated.
+Seed 0 runs everything as late as streams and events permit; any other seed decides how eager each stream is. So the
+order of a program's device work is tested: a missing order shows as wrong results under some seed. In addition
+``device.hazards`` lists, under any seed, memory that streams use without an order between them. See `machine` for the
+counts and hazards, `kernels` for the simulated operations.
 
-What is not: time, CUDA graphs, generators of one's own on a device, collectives of several devices, operations that
-draw numbers without a generator (dropout is there).
+Not simulated: time, CUDA graphs, custom generators on a device, collectives of several devices, operations that draw
+numbers without a generator (dropout is simulated).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _ONE = threading.Lock()
 
 @contextlib.contextmanager
 def simulated(seed: int = 0, devices: int = 1) -> Iterator[Machine]:
-    """A machine with CUDA devices, in this process, until the block ends.
+    """Simulate a machine with CUDA devices in this process until the block ends.
 
-    Tensors of it must not be used afterwards. Backward passes run in the thread that asks for them, as its stream
-    requires (torch would use a thread for each device).
+    Its tensors must not be used afterwards. Backward passes run in the thread that calls them, as its stream requires
+    (torch would use a thread for each device).
 
     Args:
         seed: decides the order of work; 0: everything as late as possible.

@@ -1,10 +1,10 @@
-"""What one step of training with a Checkpointer asks of the device, counted on a simulated one.
+"""Counts the device work of one training step with a Checkpointer, on a simulated device.
 
 python -m tools.device [--strategy full] [--parameters 30] [--seed 0] [--agent] [--json]
 
-Trains a small model with AdamW, and prints for one step in the middle what ``Checkpointer.step()``, and whatever else
-ckptstore does until the next step begins, has the device do: bytes over the bus, waits of the host and who asked for
-them, launches, device memory that ckptstore allocates.
+Trains a small model with AdamW, and prints the device work of ``Checkpointer.step()`` and of ckptstore until the next
+step begins, for one step in the middle: bytes over the bus, waits of the host and their callers, launches, device
+memory that ckptstore allocates.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _WIDTH: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One step.
+    """Counts of one step.
 
     Attributes:
         state_bytes: of the model and the optimizer on the device.
         to_host, to_device: bytes over the bus.
-        copies: how many copies over the bus ckptstore asked for.
+        copies: how many copies over the bus ckptstore requested.
         launches: kernels that ckptstore launched.
         launched_by, copied_by: the places that did, and how often.
         held: bytes of device memory that ckptstore had allocated, at most.
         waits: the places that waited for the device, the innermost first, and how often.
-        script_launches: those of the script itself.
-        hazards: what was found to be wrong.
+        script_launches: launches of the script itself.
+        hazards: the hazards that were found.
     """
 
     strategy: str
@@ -69,11 +69,11 @@ def measured(place: Path, strategy: str, *, parameters: int = 30, seed: int = 0,
     """Train, and count one step in the middle.
 
     Args:
-        place: of the store.
+        place: where the store is made.
         strategy: of the Checkpointer.
         parameters: how many tensors the model has, an even number.
         seed: of the simulated machine.
-        agent: have an agent save.
+        agent: let an agent save.
     """
     import torch
 
@@ -96,7 +96,7 @@ def measured(place: Path, strategy: str, *, parameters: int = 30, seed: int = 0,
                 optimizer.step()
                 pending = checkpointer.step()
                 if step in (MIDDLE - 1, MIDDLE) and pending is not None:
-                    pending.result()  # so that one step's work is counted, and all of it
+                    pending.result()  # so that exactly one step's work is counted
                 if step == MIDDLE:
                     machine.settle()
                     slots = [one for found in optimizer.state.values() for one in found.values()]
@@ -124,7 +124,7 @@ def measured(place: Path, strategy: str, *, parameters: int = 30, seed: int = 0,
 
 def show(console: Console, rows: Sequence[Row]) -> None:
     """Print the table, and below it the places."""
-    table = Table("strategy", title=f"Step {MIDDLE} of {STEPS}, as ckptstore asks it of a device", title_justify="left")
+    table = Table("strategy", title=f"Step {MIDDLE} of {STEPS}: the device work of ckptstore", title_justify="left")
     for name in ("state B", "to host B", "to device B", "copies", "launches", "host waits", "held B"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -145,12 +145,12 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 )
 @click.option("--parameters", type=click.IntRange(min=2), default=30, show_default=True, help="Tensors of the model.")
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of the order of device work; 0: as late as may be."
+    "--seed", type=int, default=0, show_default=True, help="Seed of the order of device work; 0: as late as possible."
 )
-@click.option("--agent", is_flag=True, help="Have an agent save.")
+@click.option("--agent", is_flag=True, help="Let an agent save.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def main(*, strategies: Sequence[str], parameters: int, seed: int, agent: bool, as_json: bool) -> None:
-    """See the module."""
+    """Run the command: see the module."""
     if (why := why_not()) is not None:
         click.echo(f"no device is simulated: {why}", err=True)
         sys.exit(3)

@@ -1,4 +1,4 @@
-"""What a simulated device counts: bytes over the bus, waits of the host and who asked for them, launches, memory."""
+"""Counts of a simulated device: bytes over the bus, waits of the host and their callers, launches, memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _DEPTH: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The host waited for a device.
+    """One wait of the host for a device.
 
     Attributes:
-        why: which call it was.
-        where: up to three places in ckptstore, the innermost first, ``file:line``; empty: not ckptstore asked.
+        why: the call that waited.
+        where: up to three places in ckptstore, the innermost first, ``file:line``; empty: the caller is not ckptstore.
         outstanding: how many jobs were not done yet.
     """
 
@@ -33,7 +33,7 @@ class Wait:
 
 @dataclass
 class Counts:
-    """What was counted since the last `reset`.
+    """Counts since the last `reset`.
 
     Attributes:
         to_host, to_device: bytes over the bus.
@@ -41,9 +41,9 @@ class Counts:
         copies: copies over the bus, likewise.
         waits: of the host.
         held: bytes of device memory now.
-        peak: the most that was held since the reset.
-        base: what was held at the reset.
-        product, product_peak: likewise, of what was allocated by ckptstore.
+        peak: the most bytes held since the reset.
+        base: the bytes held at the reset.
+        product, product_peak: likewise, of the memory that ckptstore allocated.
     """
 
     to_host: int = 0
@@ -58,7 +58,7 @@ class Counts:
     product_peak: int = 0
 
     def reset(self) -> None:
-        """Begin anew; what is held stays."""
+        """Start from 0, except for the memory that is held now."""
         self.to_host = self.to_device = 0
         self.launches.clear()
         self.copies.clear()
@@ -68,11 +68,11 @@ class Counts:
 
     @property
     def extra(self) -> int:
-        """The most bytes that were held beyond those at the reset."""
+        """The peak of held bytes since the reset, minus those at the reset."""
         return self.peak - self.base
 
     def took(self, nbytes: int, where: str | None) -> None:
-        """Memory was allocated."""
+        """Count an allocation."""
         self.held += nbytes
         self.peak = max(self.peak, self.held)
         if where is not None:
@@ -80,18 +80,18 @@ class Counts:
             self.product_peak = max(self.product_peak, self.product)
 
     def gave(self, nbytes: int, where: str | None) -> None:
-        """Memory that was allocated there is free again."""
+        """Count the release of memory that was allocated at `where`."""
         self.held -= nbytes
         if where is not None:
             self.product -= nbytes
 
     def of_product(self, counted: Counter[str | None]) -> int:
-        """How many of those are ckptstore's."""
+        """The number of launches or copies that ckptstore made."""
         return sum(number for where, number in counted.items() if where is not None)
 
 
 def place_here() -> tuple[str, ...]:
-    """Where in ckptstore we are, the innermost place first; empty: ckptstore is not on the stack."""
+    """The places in ckptstore on the stack, the innermost first; empty: ckptstore is not on the stack."""
     found = []
     for frame in _frames():
         name = frame.f_code.co_filename

@@ -1,13 +1,13 @@
 """Makes a torch without CUDA accept tensors of a CUDA device.
 
-Two things of torch's own are told so, and put back afterwards:
+It changes two tables of torch, and restores them afterwards:
 
 - Torch asks a "device guard" for the current device of a type, and refuses a type that has none. It lets Python
-  register one for its spare device type; the same object does for CUDA. Torch keeps guards in a table of pointers.
-- Autograd asks the hooks for CUDA whether there is CUDA. They are an object of virtual functions; it gets a table of
-  them that is a copy of its own but for a few.
+  register one for its spare device type; the same object works for CUDA. Torch keeps guards in a table of pointers.
+- Autograd asks the hooks for CUDA whether CUDA is there. They are an object with virtual functions; it gets a copy of
+  its table in which a few functions differ.
 
-Both are found by the names that torch's libraries export, and the place of a virtual function by torch's headers.
+Both are found by the names that torch's libraries export, and a virtual function's place by torch's headers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SPARE: Final = 20
 _TORCH: Final = Path(torch.__file__).parent
 _HEADERS: Final = _TORCH / "include" / "ATen" / "detail"
 _WORD: Final = ctypes.sizeof(ctypes.c_void_p)
-_BEFORE: Final = 2  # a table of virtual functions begins two words before the first of them
+_BEFORE: Final = 2  # the address point of a table of virtual functions is two words after its start
 
 
 def why_not() -> str | None:
-    """Why no device can be simulated with this torch; None: it can."""
+    """Why this torch cannot simulate a device; None: it can."""
     if torch.cuda.is_available() or torch.backends.cuda.is_built():
         return "this torch has CUDA: a device is only simulated with one that has not"
     if not hasattr(torch._C, "_acc") or not hasattr(torch._C._acc, "DeviceGuard"):
@@ -43,7 +43,7 @@ def why_not() -> str | None:
 
 
 def installed() -> None:
-    """Have torch accept CUDA tensors. Raises `RuntimeError` if it does not all the same; then it is as it was."""
+    """Make torch accept CUDA tensors. Raises `RuntimeError` if torch still refuses; the tables are then restored."""
     _guards()[_CUDA] = _guard()[1]
     vtable = _hooks_with_cuda()
     _hooks()[0] = ctypes.addressof(vtable) + _BEFORE * _WORD
@@ -54,7 +54,7 @@ def installed() -> None:
 
 
 def removed() -> None:
-    """As it was."""
+    """Restore torch's tables."""
     _hooks()[0] = _hooks_of_torch()
     _guards()[_CUDA] = None
 
@@ -67,7 +67,7 @@ def _guards() -> Any:
 
 @cache
 def _guard() -> tuple[Any, int]:
-    """The guard and its address. Made once: nothing shows when torch has lost interest in it."""
+    """The guard and its address. Made once: nothing shows when torch stops using it."""
 
     class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined,unused-ignore]
         def type_(self) -> Any:
@@ -82,7 +82,7 @@ def _guard() -> tuple[Any, int]:
 
 @cache
 def _hooks() -> Any:
-    """The first word of torch's hooks for CUDA: where their virtual functions are."""
+    """The first word of torch's hooks for CUDA: the address of their virtual functions."""
     find = ctypes.CDLL(str(_TORCH / "lib" / "libtorch_cpu.so"))["_ZN2at6detail12getCUDAHooksEv"]
     find.restype = ctypes.c_void_p
     _hooks_of_torch()
@@ -113,7 +113,7 @@ def _has_cuda(_: int) -> bool:
 
 @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)
 def _has_context(_: int, __: int) -> bool:
-    return False  # else autograd would set the streams of each device
+    return False  # otherwise autograd would set the streams of each device
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)
@@ -131,7 +131,7 @@ _ANSWERS: Final[dict[str, Any]] = {
 
 
 def _virtual_functions() -> list[str]:
-    """Their names, in the order of the table."""
+    """The names of the virtual functions, in the order of the table."""
     names: list[str] = []
     for header in ("AcceleratorHooksInterface.h", "CUDAHooksInterface.h"):
         for name in re.findall(r"^\s*virtual [^;{(]*?(~?\w+)\s*\(", (_HEADERS / header).read_text(), re.MULTILINE):

@@ -1,6 +1,6 @@
-"""What torch does with tensors of a simulated device: each operation is queued, and computed on the CPU when it runs.
+"""Runs torch operations on tensors of a simulated device: each is queued, and computed on the CPU when it runs.
 
-Torch's own dispatcher calls this, in any thread: the kernels are registered for CUDA, where a torch without CUDA has
+Torch's own dispatcher calls these kernels, in any thread: they are registered for CUDA, where a torch without CUDA has
 none. Tensors are plain `torch.Tensor`, so autograd, optimizers and `torch.nn` are torch's.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["Kernels"]
 aten = torch.ops.aten
 _ON_HOST: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _WITHOUT_WAIT: Final = {"aten::_fused_sdp_choice": 0}
-"""What only asks about forms, and what is answered."""
+"""Operations that only ask about formats, and their answers."""
 _DRAWING: Final = torch.Tag.nondeterministic_seeded
 
 
@@ -36,9 +36,9 @@ class Kernels:
         self._library: Any = None
 
     def install(self) -> None:
-        """Register them."""
+        """Register the kernels."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that composite kernels are overridden: that is meant
+            warnings.simplefilter("ignore")  # torch warns that composite kernels are overridden, which is intended
             self._install()
 
     def _install(self) -> None:
@@ -59,12 +59,12 @@ class Kernels:
         }
         for name, kernel in special.items():
             self._library.impl(name, kernel, "CUDA")
-        # Torch would take each list apart, and launch a kernel for each tensor: a device has one for the list.
+        # Torch would split each list and launch a kernel for each tensor; a device has one kernel for the list.
         for name in _foreach_operators():
             self._library.impl(name, self._bound(name), "CUDA")
 
     def remove(self) -> None:
-        """Unregister them."""
+        """Unregister the kernels."""
         for library in (self._library, self._fallback):
             if library is not None:
                 library._destroy()
@@ -119,7 +119,7 @@ class Kernels:
         return made
 
     def _now(self, op: Any, device: int, args: Any, kwargs: Any) -> Any:
-        """What gives the host a number: it waits."""
+        """Run an operation that returns a number to the host: the host waits."""
         call = self._call(op, args, kwargs, None)
         found: list[Any] = []
         self._machine.launch(device, lambda: found.append(call()), self._spans(args, kwargs))
@@ -127,7 +127,7 @@ class Kernels:
         return found[0]
 
     def _uploaded(self, op: Any, device: int, args: Any, kwargs: Any, drawn: int | None) -> Any:
-        """What has a size that the data decides: the host waits for it, as it does with CUDA."""
+        """Run an operation whose result size depends on the data: the host waits for it, as with CUDA."""
         call = self._call(op, args, kwargs, drawn)
         found: list[Any] = []
         self._machine.launch(device, lambda: found.append(call()), self._spans(args, kwargs))
@@ -152,7 +152,7 @@ class Kernels:
         return [Span.of(one) for one in _tensors((args, kwargs)) if one.is_cuda]
 
     def _call(self, op: Any, args: Any, kwargs: Any, drawn: int | None) -> Callable[[], Any]:
-        """The operation on the CPU, with what its arguments refer to now."""
+        """Compute the operation on the CPU, with the present data of its arguments."""
         indexing = op._schema.name.startswith(("aten::index", "aten::_index", "aten::_unsafe_index"))
 
         def later(one: Any) -> Any:
@@ -182,7 +182,7 @@ class Kernels:
         return call
 
     def _seeded(self, op: Any, kwargs: Any, device: int) -> int | None:
-        """The seed of what an operation draws; None: it draws nothing."""
+        """The seed of an operation that draws numbers; None: it draws none."""
         if _DRAWING not in op.tags:
             return None
         if all(one.name != "generator" for one in op._schema.arguments):
@@ -192,7 +192,7 @@ class Kernels:
         return self._machine.random[device].next()
 
     def _sized(self, op: Any, args: Any, kwargs: Any, written: Sequence[tuple[str, Any]]) -> None:
-        """Give an ``out=`` that was made empty the size of what goes there."""
+        """Give an empty ``out=`` the size of the result."""
         outputs = [one for name, one in written if isinstance(one, torch.Tensor) and name not in ("self",)]
         if not outputs or any(one.numel() for one in outputs):
             return
@@ -258,7 +258,7 @@ class Kernels:
 
     def _copy_on_device(self, into: torch.Tensor, source: torch.Tensor) -> None:
         machine, there, here = self._machine, Span.of(into), Span.of(source)
-        if into.device != source.device:  # as torch does it: on the source's stream, ordered with the other one
+        if into.device != source.device:  # as in torch: on the source's stream, ordered with the other stream
             from_, to = machine.current(source.device), machine.current(into.device)
             from_.wait_stream(to)
         machine.launch(source.device.index, lambda: _copied(there.host, here.host), (here,), (there,))
@@ -277,7 +277,7 @@ class Kernels:
     def _copy_to_device(self, into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
         machine, there = self._machine, Span.of(into)
         registered = machine.is_registered(source)
-        # What is not registered is read before the call returns, whether anybody waits or not.
+        # Unregistered memory is read before the call returns, even if the host does not wait.
         here = source.detach() if registered else source.detach().clone()
         machine.transfer(
             into.device.index, lambda: _copied(there.host, here), there, here if registered else None, to_host=False
@@ -292,7 +292,7 @@ class Kernels:
         machine.wait("item", machine.current(tensor.device).queue.end)
         return found[0]
 
-    # -- what draws numbers without being given a generator
+    # -- operations that draw numbers without a generator argument
 
     def _dropout(self, tensor: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
         machine, number, dropping = self._machine, tensor.device.index, train is None or train
@@ -336,7 +336,7 @@ def _gives_tensors(kind: Any) -> bool:
 
 
 def _written(schema: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    """The arguments that the operation writes and gives back."""
+    """The arguments that the operation writes and returns."""
     given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
     return [
         (one.name, given[one.name])
@@ -352,7 +352,7 @@ def _returned(written: list[Any], schema: Any) -> Any:
 
 
 def _shapes(op: Any, args: Any, kwargs: Any) -> Any:
-    """What the operation would give, as meta tensors; None: the data decides."""
+    """The results of the operation as meta tensors; None: they depend on the data."""
 
     def form(one: Any) -> Any:
         if not isinstance(one, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The simulated machine: devices, their streams, events, memory and generators, and what they count."""
+"""The simulated machine: devices, their streams, events, memory and generators, and its counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEPT: Final = 10_000
 
 @dataclass
 class _Random:
-    """A device's generator: a seed, and how often it was drawn from. What is drawn is decided when work is queued."""
+    """A device's generator: a seed, and how often it was drawn from. Numbers are fixed when work is queued."""
 
     seed: int = 0
     offset: int = 0
@@ -34,13 +34,15 @@ class _Random:
 
 
 class Machine:
-    """What `simulated` gives.
+    """The machine that `simulated` yields.
 
     Attributes:
-        counts: what was counted.
-        hazards: what was found to be wrong: memory that was read or written after it was freed and overwritten, host
-            memory that was unregistered while a copy to or from it was queued, and what no stream and no event orders
-            (`races`): two jobs that touch the same memory, memory that is freed while another stream may read it.
+        counts: the counts.
+        hazards: the errors found: memory that was read or written after it was freed and overwritten, host memory that
+            was
+            unregistered while a copy to or from it was queued, and accesses that no stream and no event orders
+                (`races`):
+            two jobs that touch the same memory, memory that is freed while another stream may read it.
         devices: how many there are.
         scheduler: decides what runs when.
     """
@@ -55,7 +57,7 @@ class Machine:
         self.random = [_Random() for _ in range(devices)]
         self._defaults = [Stream.made(self, number) for number in range(devices)]
         self._here = threading.local()
-        self._copying: dict[int, tuple[int, int]] = {}  # queued copies over the bus: where in host memory
+        self._copying: dict[int, tuple[int, int]] = {}  # the host memory of queued copies over the bus
         self._copies = 0
         self._on_host = Accesses()
 
@@ -74,7 +76,7 @@ class Machine:
         return number
 
     def set_index(self, number: int) -> None:
-        """Make it the current one of this thread."""
+        """Make a device the current one of this thread."""
         self._here.device = self.index(number)
 
     def default(self, device: Any = None) -> Stream:
@@ -88,7 +90,7 @@ class Machine:
         return found or self._defaults[number]
 
     def set_current(self, stream: Stream) -> None:
-        """Make it the current one of its device, and that the current device, of this thread."""
+        """Make a stream the current one of its device, and its device the current one, for this thread."""
         if stream._machine is not self:
             raise RuntimeError("a stream of a machine that is no longer simulated")
         self._here.__dict__.setdefault("streams", {})[stream.device.index] = stream
@@ -127,7 +129,7 @@ class Machine:
         """Queue a copy over the bus on the current stream.
 
         Args:
-            host: the memory that is used until it has run; None: none that anybody else knows.
+            host: the host memory that is used until the copy has run; None: memory that nobody else knows.
         """
         self.settle()
         where = next(iter(place_here()), None)
@@ -164,7 +166,7 @@ class Machine:
         for one in others:
             what = f"{'written' if access.writes else 'read'} at {access.where or 'a place of the caller'}"
             before = f"{'written' if one.writes else 'read'} at {one.where or 'a place of the caller'}"
-            self._hazard(f"memory is {what}, which nothing orders with its being {before}")
+            self._hazard(f"memory is {what}, and nothing orders that with its being {before}")
 
     def _checked(self, run: Callable[[], object], spans: Iterable[Span]) -> Callable[[], None]:
         blocks = {id(span.block): span.block for span in spans}.values()
@@ -184,7 +186,7 @@ class Machine:
             self.hazards.append(text)
 
     def wait(self, why: str, position: Position | None = None) -> None:
-        """The host waits for that; None: for everything."""
+        """Let the host wait for a position; None: for everything."""
         self.settle()
         run_to, everything = self.scheduler.run_to, self.scheduler.run_all
         outstanding = everything() if position is None else run_to(position)
@@ -208,10 +210,10 @@ class Machine:
         return memory.aliased(tensor, dtype, size, stride)
 
     def settle(self) -> None:
-        """Give back what was freed meanwhile."""
+        """Free the blocks whose last tensor has gone."""
         with self.scheduler.lock:
             for block in memory.freed():
-                if block.stream.owner is self.scheduler:  # else it is of a machine that was simulated before
+                if block.stream.owner is self.scheduler:  # otherwise it belongs to an earlier simulated machine
                     self._reclaim(block)
 
     def _reclaim(self, block: Block) -> None:
@@ -230,7 +232,7 @@ class Machine:
                     f"{one.where or 'a place of the caller'}: record_stream was not called"
                 )
         if not block.used:
-            self.counts.gave(block.nbytes, block.where)  # the allocator gives it to the next one at once
+            self.counts.gave(block.nbytes, block.where)  # the allocator passes it on at once
         self.scheduler.reclaim(overwrite, waits)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -240,11 +242,11 @@ class Machine:
             block.used.add(stream.queue)
 
     def register(self, start: int, nbytes: int) -> bool:
-        """`cudaHostRegister` -> False: some of it is registered already."""
+        """`cudaHostRegister` -> False: a part of it is registered already."""
         return self.ranges.add(start, nbytes)
 
     def unregister(self, start: int) -> bool:
-        """`cudaHostUnregister` -> False: nothing is registered that begins there."""
+        """`cudaHostUnregister` -> False: no registration begins there."""
         end = self.ranges.ends.get(start, start)
         with self.scheduler.lock:
             queued = [at for at, nbytes in self._copying.values() if start < at + nbytes and at < end]
@@ -253,13 +255,13 @@ class Machine:
         return self.ranges.remove(start)
 
     def is_pending(self, tensor: torch.Tensor) -> bool:
-        """Whether a copy to or from this CPU tensor's memory is queued, and has not run."""
+        """Whether a copy to or from this CPU tensor's memory is queued and has not run."""
         start, nbytes = memory.host_span(tensor)
         with self.scheduler.lock:
             return any(start < at + size and at < start + nbytes for at, size in self._copying.values())
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
-        """Whether copies to and from this CPU tensor are queued."""
+        """Whether the host memory of this CPU tensor is registered, so that copies are queued."""
         return self.ranges.holds(*memory.host_span(tensor))
 
 
@@ -276,14 +278,14 @@ class Stream:
     """`torch.cuda.Stream` of the machine that is simulated now."""
 
     machine: Machine
-    """The one whose streams are made by the constructor; set by `simulated` on a subclass."""
+    """The machine whose streams the constructor makes; `simulated` sets it on a subclass."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self._begin(self.machine, self.machine.index(device), priority)
 
     @classmethod
     def made(cls, machine: Machine, number: int) -> Stream:
-        """One of a machine."""
+        """A stream of a machine."""
         stream = cls.__new__(cls)
         stream._begin(machine, number, 0)
         return stream
@@ -297,20 +299,20 @@ class Stream:
 
     @property
     def cuda_stream(self) -> int:
-        """A number of its own."""
+        """A unique number."""
         return id(self.queue)
 
     @property
     def stream_id(self) -> int:
-        """A number of its own."""
+        """A unique number."""
         return id(self.queue)
 
     def synchronize(self) -> None:
-        """Wait on the host for all that it was given."""
+        """Let the host wait for all work queued so far."""
         self._machine.wait("Stream.synchronize", self.queue.end)
 
     def query(self) -> bool:
-        """Whether all is done that it was given."""
+        """Whether all work queued so far is done."""
         return self._machine.scheduler.is_done(self.queue.end)
 
     def is_capturing(self) -> bool:
@@ -318,15 +320,15 @@ class Stream:
         return False
 
     def wait_event(self, event: Event) -> None:
-        """What it is given from now on waits for the event."""
+        """Let later work of this stream wait for the event."""
         event.wait(self)
 
     def wait_stream(self, other: Stream) -> None:
-        """What it is given from now on waits for all that the other one was given so far."""
+        """Let later work of this stream wait for the present work of the other one."""
         self._machine.scheduler.push(self.queue, None, (other.queue.end,))
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event behind all that it was given so far."""
+        """An event after all work queued so far."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -344,28 +346,28 @@ class Event:
     """`torch.cuda.Event`."""
 
     machine: Machine
-    """As for `Stream`."""
+    """See `Stream`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._at: tuple[Machine, Position] | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """It stands behind all that the stream (None: the current one) was given so far."""
+        """Place the event after the present work of the stream (None: the current one)."""
         stream = self.machine.current() if stream is None else stream
         machine = stream._machine
         self._at = machine, machine.scheduler.push(stream.queue, None)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """What the stream (None: the current one) is given from now on waits for it."""
+        """Let later work of the stream (None: the current one) wait for the event."""
         if self._at is not None:
             stream = self._at[0].current() if stream is None else stream
             self._at[0].scheduler.push(stream.queue, None, (self._at[1],))
 
     def synchronize(self) -> None:
-        """Wait for it on the host."""
+        """Let the host wait for the event."""
         if self._at is not None:
             self._at[0].wait("Event.synchronize", self._at[1])
 
     def query(self) -> bool:
-        """Whether it has come; True, too, if it was never recorded."""
+        """Whether the event is done; also True if it was never recorded."""
         return self._at is None or self._at[0].scheduler.is_done(self._at[1])

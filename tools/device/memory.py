@@ -1,9 +1,9 @@
-"""Memory of the simulated devices, and host memory that they may copy to and from without the host's waiting.
+"""Memory of the simulated devices, and host memory that they copy to and from without blocking the host.
 
-A device's memory is host memory behind a tensor that says ``cuda:0``: torch takes it over from a DLPack capsule, so
-the tensor is a plain `torch.Tensor`, not a subclass. When the last tensor over it is gone, torch calls back. On a real
-device the next allocation on the same stream may get the memory then. Here a job on that stream overwrites it
-(`POISON`).
+A device's memory is host memory behind a tensor that says ``cuda:0``: torch takes ownership of it from a DLPack
+capsule, so the tensor is a plain `torch.Tensor`, not a subclass. When the last tensor over it is gone, torch calls
+back. On a real device the next allocation on the same stream may get the memory then. Here a job on that stream
+overwrites it (`POISON`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tools.device.races import Accesses
 __all__ = ["POISON", "Block", "HostRanges", "Span", "aliased", "allocated", "block_of", "freed", "host_span", "settled"]
 
 POISON: Final = 0xA5
-"""What stands in memory that was allocated and not written yet, or freed."""
+"""The content of memory that is freed, or allocated and not written yet."""
 ALIGNMENT: Final = 512
 _CUDA: Final = 2  # kDLCUDA
 _UNSIGNED: Final = 1  # kDLUInt
@@ -70,11 +70,11 @@ class Block:
 
     Attributes:
         device: its number.
-        nbytes: as asked for.
+        nbytes: the requested size in bytes.
         memory: the bytes.
         host: the same as a CPU tensor.
         stream: on which it was allocated.
-        used: where other streams were when `record_stream` named them.
+        used: the positions of other streams when `record_stream` named them.
         where: who allocated it, in ckptstore; None: somebody else.
         poisoned: it was freed, and overwritten.
         accesses: the jobs that touch it.
@@ -91,19 +91,19 @@ class Block:
     accesses: Accesses = field(default_factory=Accesses)
 
 
-_live: dict[int, tuple[_Managed, Block, Any]] = {}  # by the address of what torch calls back with
+_live: dict[int, tuple[_Managed, Block, Any]] = {}  # by the address that torch passes to the callback
 _by_memory: dict[int, Block] = {}
 _gone: deque[int] = deque()
 
 
 @_Deleter
 def _forget(managed: Any) -> None:
-    _gone.append(ctypes.addressof(managed.contents))  # any thread, any time: nothing else is done here
+    _gone.append(ctypes.addressof(managed.contents))  # called in any thread at any time, so it does nothing else
 
 
 @atexit.register
 def _leave() -> None:
-    # Tensors may outlive the interpreter: torch shall not call back then, and what it reads stays where it is.
+    # Tensors may outlive the interpreter: torch must not call back then, and the structure that it reads must stay.
     for managed, _, _ in _live.values():
         managed.deleter = _Deleter()
     for kept in (_live, _forget):
@@ -111,7 +111,7 @@ def _leave() -> None:
 
 
 def allocated(device: int, nbytes: int, stream: Queue, where: str | None) -> tuple[Block, torch.Tensor]:
-    """New memory -> and a tensor over it, uint8, 1-D, that says ``cuda:device``."""
+    """Allocate memory -> the block and a tensor over it, uint8, 1-D, that says ``cuda:device``."""
     raw = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
     skip = -raw.ctypes.data % ALIGNMENT
     memory = raw[skip : skip + nbytes] if nbytes else raw[skip : skip + 1]
@@ -130,7 +130,7 @@ def allocated(device: int, nbytes: int, stream: Queue, where: str | None) -> tup
 
 
 def freed() -> list[Block]:
-    """The blocks of which the last tensor has gone since the last call."""
+    """The blocks whose last tensor has gone since the last call."""
     found = []
     while _gone:
         _, block, _ = _live.pop(_gone.popleft())
@@ -141,21 +141,21 @@ def freed() -> list[Block]:
 
 
 def block_of(tensor: torch.Tensor) -> Block:
-    """The memory that a tensor of a simulated device lies in."""
+    """The memory of a tensor of a simulated device."""
     return _by_memory[tensor.untyped_storage().data_ptr()]
 
 
 def aliased(
     tensor: torch.Tensor, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0
 ) -> torch.Tensor:
-    """A tensor of any form over the memory of `tensor`, which autograd does not take for a view of it."""
+    """A tensor of any shape over the memory of `tensor`; autograd does not treat it as a view."""
     typed = torch.ops.aten.view.dtype.redispatch(_ON_HOST, tensor, dtype) if tensor.dtype != dtype else tensor
     return torch.ops.aten.as_strided.default.redispatch(_ON_HOST, typed, size, stride, offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A tensor of a device, without its being kept alive."""
+    """A tensor of a device that does not keep its memory alive."""
 
     block: Block
     dtype: torch.dtype
@@ -167,7 +167,7 @@ class Span:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Span:
-        """What a tensor refers to now."""
+        """The memory that a tensor refers to now."""
         form = tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset()
         return cls(block_of(tensor), *form, tensor.is_conj(), tensor.is_neg())
 
@@ -181,7 +181,7 @@ class Span:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Where in the block it begins and ends, in bytes."""
+        """Its first byte and its end within the block."""
         if 0 in self.size:
             return 0, 0
         last = sum((many - 1) * step for many, step in zip(self.size, self.stride, strict=True))
@@ -189,12 +189,12 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """The size of its elements in bytes."""
         return int(np.prod(self.size, dtype=np.int64)) * self.dtype.itemsize
 
 
 def host_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and length of the memory that a CPU tensor refers to; strided: with what lies between."""
+    """Address and length of a CPU tensor's memory; for a strided tensor including the gaps."""
     if not tensor.numel():
         return tensor.data_ptr(), 0
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
@@ -209,7 +209,7 @@ class HostRanges:
     ends: dict[int, int] = field(default_factory=dict)
 
     def add(self, start: int, nbytes: int) -> bool:
-        """Register a range -> False: some of it is registered already."""
+        """Register a range -> False: a part of it is registered already."""
         at = bisect_right(self.starts, start)
         if at and self.ends[self.starts[at - 1]] > start:
             return False
@@ -220,7 +220,7 @@ class HostRanges:
         return True
 
     def remove(self, start: int) -> bool:
-        """No longer -> False: nothing is registered that begins there."""
+        """Unregister a range -> False: no registration begins there."""
         if start not in self.ends:
             return False
         self.starts.remove(start)
@@ -228,7 +228,7 @@ class HostRanges:
         return True
 
     def holds(self, start: int, nbytes: int) -> bool:
-        """Whether all of that is registered. Ranges that touch count as one."""
+        """Whether all of a range is registered. Adjacent ranges count as one."""
         end = start + nbytes
         while True:
             at = bisect_right(self.starts, start)
@@ -240,5 +240,6 @@ class HostRanges:
 
 
 def settled(block: Block) -> tuple[Position, ...]:
-    """What has to be done before freed memory is used again: its own stream, and those that `record_stream` named."""
+    """The positions that must be done before freed memory is used again: its own stream's, and those of
+    `record_stream`."""
     return tuple(queue.end for queue in {block.stream, *block.used})

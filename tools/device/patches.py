@@ -1,4 +1,4 @@
-"""What is replaced of `torch.cuda`, `torch.accelerator` and `torch.Tensor` while a device is simulated."""
+"""Replaces parts of `torch.cuda`, `torch.accelerator` and `torch.Tensor` while a device is simulated."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Runtime:
 
 @contextlib.contextmanager
 def patched(machine: Machine) -> Iterator[None]:
-    """Replace it, and put it back."""
+    """Replace the attributes, and restore them."""
     stream_class = type("Stream", (Stream,), {"machine": machine})
     event_class = type("Event", (Event,), {"machine": machine})
     runtime = _Runtime(machine)
@@ -128,7 +128,7 @@ def patched(machine: Machine) -> Iterator[None]:
 
 
 def _generators(machine: Machine) -> dict[str, Any]:
-    """A device's generator is a seed and an offset, 16 bytes, as it is with CUDA."""
+    """A device's generator state is a seed and an offset, 16 bytes, as with CUDA."""
 
     def state(device: Any = "cuda") -> torch.Tensor:
         one = machine.random[machine.index(device)]
@@ -193,9 +193,10 @@ def _methods(machine: Machine) -> dict[str, Any]:
         return made
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # Without a wait torch gives the host pinned memory.
+        # Without a wait torch returns pinned memory.
         if self.is_cuda and (kwargs.get("non_blocking") or any(one is True for one in args)):
-            asked = {name: one for name, one in kwargs.items() if name != "copy"}  # from a device it always is one
+            # A copy from a device is never the same tensor.
+            asked = {name: one for name, one in kwargs.items() if name != "copy"}
             device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args[:3], **asked)
             if device is not None and device.type == "cpu" and non_blocking:
                 made = torch.empty(self.size(), dtype=dtype or self.dtype, pin_memory=True)
@@ -212,7 +213,7 @@ def _methods(machine: Machine) -> dict[str, Any]:
 
 
 def _pinning(machine: Machine, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A factory whose ``pin_memory=True`` gives registered memory."""
+    """A factory whose ``pin_memory=True`` returns registered memory."""
 
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         found = make(*args, **kwargs)

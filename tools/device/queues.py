@@ -1,8 +1,7 @@
-"""Streams, events, and who decides when queued work runs. Knows nothing of torch.
+"""Streams, events, and the scheduler that decides when queued work runs. Independent of torch.
 
-A `Stream` runs its jobs one after another. A job may wait for a position of another stream. Whatever these rules leave
-open is decided by a `Scheduler` from a seed: some streams run at once, some only when somebody waits for them, the
-others now and then.
+A `Stream` runs its jobs one after another. A job may wait for a position of another stream. A `Scheduler` decides
+everything else from a seed: some streams run at once, some only when somebody waits for them, the others now and then.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Final, Protocol, TypeAlias
 __all__ = ["Job", "Position", "Queue", "Scheduler"]
 
 _PATIENCE: Final = 20
-"""How often an event is asked whether it is done until it is: a real device works while the host polls."""
+"""How often an event is queried before it is done: a real device works while the host polls."""
 
 Position: TypeAlias = "tuple[Queue, int]"
-"""So many jobs of a queue."""
+"""A queue and a number of its jobs."""
 
 
 @dataclass(slots=True)
@@ -29,7 +28,7 @@ class Job:
 
     Attributes:
         run: the work; None: there is only something to wait for.
-        waits: what has to be done first, beside the jobs before it in its queue.
+        waits: positions that must be done first, in addition to the earlier jobs of its queue.
     """
 
     run: Callable[[], None] | None
@@ -54,7 +53,7 @@ class Queue:
 
     @property
     def end(self) -> Position:
-        """All that it was given so far."""
+        """The position after all present jobs."""
         return self, self.pushed
 
     @property
@@ -64,29 +63,27 @@ class Queue:
 
 
 class Watcher(Protocol):
-    """Is told what is queued, and what the host knows to be done: `races.Order`."""
+    """Receives the queued jobs and the positions that the host knows to be done: `races.Order`."""
 
     def pushed(self, position: Position, waits: Iterable[Position]) -> None:
-        """A job was queued."""
+        """Note that a job was queued."""
 
     def seen(self, position: Position | None) -> None:
-        """The host knows that this is done; None: everything."""
+        """Note that the host knows a position to be done; None: everything."""
 
 
 class Scheduler:
     """Runs queued jobs in an order that a seed decides, and that streams and events permit.
 
     Attributes:
-        lock: held while queues change and while jobs run; may be taken by a thread that has it.
+        lock: held while queues change and while jobs run; reentrant.
         late: nothing runs before somebody waits for it.
     """
 
     def __init__(self, seed: int, watcher: Watcher | None = None) -> None:
-        """
-        Args:
-            watcher: called with it.
-            seed: 0 runs everything as late as the order permits. Any other one decides, for each stream, how eager it
-                is.
+        """Args:
+        watcher: notified of jobs and waits.
+        seed: 0 runs everything as late as the order permits. Any other seed decides how eager each stream is.
         """
         self.lock = threading.RLock()
         self._watcher = watcher
@@ -118,14 +115,14 @@ class Scheduler:
             return position
 
     def reclaim(self, run: Callable[[], None], waits: Iterable[Position]) -> None:
-        """Run something as soon as `waits` are done; the seed may let it come later."""
+        """Run a function once `waits` are done; the seed may delay it."""
         with self.lock:
             self._reclaims.append(Queue(1.0 if self.late else self._random.choice((0.1, 1.0, 1.0)), pushed=1))
             self._reclaims[-1].jobs.append(Job(run, tuple(waits)))
             self._reclaimed()
 
     def is_done(self, position: Position) -> bool:
-        """Whether it is done. Who asks often enough is told yes in the end."""
+        """Whether a position is done. After enough queries the answer is True."""
         with self.lock:
             queue, count = position
             self.tick()
@@ -140,7 +137,7 @@ class Scheduler:
             return True
 
     def run_to(self, position: Position) -> int:
-        """Have that done, and no more than it needs -> how many jobs were not done yet."""
+        """Run the jobs up to a position, and no more than they need -> how many were not done yet."""
         with self.lock:
             self.tick()
             queue, count = position
@@ -150,7 +147,7 @@ class Scheduler:
             return outstanding
 
     def run_all(self) -> int:
-        """Have everything done -> how many jobs were not done yet."""
+        """Run all jobs -> how many were not done yet."""
         with self.lock:
             outstanding = sum(len(queue.jobs) for queue in self._queues)
             while any(queue.jobs for queue in self._queues):
@@ -165,7 +162,7 @@ class Scheduler:
             self._watcher.seen(position)
 
     def tick(self) -> None:
-        """The host did something: the device may do some of its work meanwhile."""
+        """The host did something: the device may run some of its work meanwhile."""
         if self.late or self._ticking:
             return
         self._ticking = True

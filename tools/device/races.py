@@ -1,8 +1,8 @@
-"""What is not ordered, found without waiting for a seed that shows it: vector clocks over streams and the host.
+"""Finds unordered accesses without waiting for a seed that shows them: vector clocks over streams and the host.
 
 Each job knows up to where every other queue is done before it runs: by its queue, by events it waits for, and by what
-the host had waited for when it was queued. Two jobs that touch the same memory, one of them writing, are ordered if
-one knows of the other. (What host code does to host memory is not seen.)
+the host had waited for when it was queued. Two jobs that touch the same memory, one of them writing, are ordered if one
+knows of the other. (Accesses of host code to host memory are not seen.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Clock: TypeAlias = dict[Queue, int]
 
 
 class Order:
-    """Who knows of what. Under the scheduler's lock."""
+    """The clocks of all queues and of the host. Used under the scheduler's lock."""
 
     def __init__(self) -> None:
         self._known: dict[Queue, Clock] = {}
@@ -28,7 +28,7 @@ class Order:
         self._host: Clock = {}
 
     def pushed(self, position: Position, waits: Iterable[Position]) -> None:
-        """A job was queued."""
+        """Note that a job was queued."""
         queue, count = position
         clock = self._known.setdefault(queue, {})
         for other in (self._host, *(self._of(one) for one in waits)):
@@ -37,12 +37,12 @@ class Order:
         self._at[position] = dict(clock)
 
     def seen(self, position: Position | None) -> None:
-        """The host knows that this is done; None: everything."""
+        """Note that the host knows a position to be done; None: everything."""
         for clock in self._known.values() if position is None else (self._of(position),):
             _merge(self._host, clock)
 
     def at(self, *positions: Position) -> Clock:
-        """What is done when all of these are, and what the host knows of."""
+        """The clock after all of these positions, joined with the host's."""
         clock = dict(self._host)
         for one in positions:
             _merge(clock, self._of(one))
@@ -60,7 +60,7 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A job reads or writes bytes from `start` to before `end`."""
+    """A job reads or writes the bytes from `start` to before `end`."""
 
     position: Position
     writes: bool
@@ -69,24 +69,24 @@ class Access:
     where: tuple[str, ...]
 
     def known_to(self, clock: Clock) -> bool:
-        """Whether it is done for one who knows that much."""
+        """Whether the access is done according to a clock."""
         return clock.get(self.position[0], 0) >= self.position[1]
 
     def conflicts(self, other: Access) -> bool:
-        """Whether it makes a difference which of them comes first."""
+        """Whether the order of the two accesses matters."""
         return self.start < other.end and other.start < self.end and (self.writes or other.writes)
 
 
 class Accesses:
-    """Those to one piece of memory that somebody may not know of yet."""
+    """The accesses to one piece of memory that some queue may not know of yet."""
 
     def __init__(self) -> None:
         self.found: list[Access] = []
 
     def add(self, access: Access, clock: Clock) -> list[Access]:
-        """One more -> those that it is not ordered with."""
+        """Add an access -> the accesses that are not ordered with it."""
         unordered = [one for one in self.found if one.conflicts(access) and not one.known_to(clock)]
-        # An access that is ordered with this one is ordered with those that it replaces, too.
+        # An access that is ordered with the new one is also ordered with those that the new one replaces.
         self.found = [
             one
             for one in self.found

@@ -1,1 +1,1 @@
-"""Does every step come back? A real training run in step diffs, restored and resumed at random steps, by bits."""
+"""Restores and resumes a real training run in step diffs at random steps, and compares the bits."""

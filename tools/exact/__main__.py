@@ -20,7 +20,9 @@ _RUNS = (Recipe(norm="batch"), Recipe(norm="layer", optimizer="foreach", gradien
 @click.command(help=__doc__.splitlines()[0])
 @click.option("--steps", default=1000, show_default=True, help="Steps to train, each a checkpoint.")
 @click.option("--restores", default=50, show_default=True, help="Random steps to restore and compare.")
-@click.option("--resumes", default=50, show_default=True, help=f"Random steps to go on from for {HORIZON} steps.")
+@click.option(
+    "--resumes", default=50, show_default=True, help=f"Random steps from which a run continues for {HORIZON} steps."
+)
 @click.option("--full-every", default=100, show_default=True)
 @click.option("--batch", default=20, show_default=True, help="Steps written at once.")
 @click.option("--json", "report", type=click.Path(path_type=Path), help="Write the numbers here.")

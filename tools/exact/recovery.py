@@ -15,12 +15,12 @@ import ckptstore
 from tools.exact.training import Recipe, Training, fingerprint
 
 HORIZON = 20
-"""Steps that a resumed run is compared with the first one."""
+"""Steps of a resumed run that are compared with the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run left behind: the state's fingerprint after each step (by step), what the store holds, seconds."""
+    """The results of a run: the state's fingerprint after each step (by step), the store's contents, seconds."""
 
     fingerprints: Mapping[int, str]
     parameters: int
@@ -33,7 +33,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How many steps were compared, which differed, and how long a step took on average (seconds)."""
+    """How many steps were compared, which differed, and the average time of a step in seconds."""
 
     compared: int
     wrong: tuple[int, ...]
@@ -81,7 +81,7 @@ def restore(url: str, steps: Sequence[int], fingerprints: Mapping[int, str]) -> 
 
 
 def resume(url: str, recipe: Recipe, steps: Sequence[int], fingerprints: Mapping[int, str]) -> Outcome:
-    """Go on from each of `steps` in a process of its own, and compare the next steps with the first run's."""
+    """Continue from each of `steps` in a new process, and compare the next steps with the first run's."""
     began = time.monotonic()
     request = json.dumps({"url": url, "recipe": asdict(recipe), "steps": list(steps)})
     command = [sys.executable, "-m", "tools.exact.recovery"]
@@ -97,7 +97,7 @@ def resume(url: str, recipe: Recipe, steps: Sequence[int], fingerprints: Mapping
 
 
 def choose(recipe: Recipe, count: int, horizon: int = 0, seed: int = 1) -> list[int]:
-    """`count` different random steps after which the run went on for `horizon` steps."""
+    """`count` different random steps that are followed by at least `horizon` steps of the run."""
     last = recipe.steps - horizon
     return sorted(random.Random(seed).sample(range(1, last + 1), min(count, last)))
 

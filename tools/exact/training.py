@@ -1,4 +1,4 @@
-"""A small language model's training with all that makes resuming hard, and its whole state.
+"""Trains a small language model with everything that makes resuming hard, and has its whole state.
 
 Dropout, BatchNorm or LayerNorm, gradient clipping, a learning rate schedule, two parameter groups, shuffled data with
 noise from Python's and numpy's generators: the next step depends on all of it, so a state that lacks anything, or has
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a run is made of. ``norm`` is ``batch`` or ``layer``; ``optimizer`` ``fused`` or ``foreach``."""
+    """The settings of a run. ``norm`` is ``batch`` or ``layer``; ``optimizer`` ``fused`` or ``foreach``."""
 
     norm: str = "batch"
     optimizer: str = "fused"
@@ -44,7 +44,7 @@ class Recipe:
 
 
 class _Norm(nn.Module):
-    """Normalises the features of every position: over the batch, or each on its own."""
+    """Normalises the features of every position: over the batch, or each separately."""
 
     def __init__(self, width: int, kind: str) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Model(nn.Module):
 
 
 class Training:
-    """One run. Building it seeds torch, numpy and Python, and sets torch to one thread."""
+    """One run. The constructor seeds torch, numpy and Python, and sets torch to one thread."""
 
     def __init__(self, recipe: Recipe) -> None:
         torch.set_num_threads(1)
@@ -125,7 +125,7 @@ class Training:
         self.loss = math.nan
 
     def run_step(self) -> OptimizerStep:
-        """One optimizer step -> what it did, for the save."""
+        """Take one optimizer step -> the updates for the save."""
         inputs, targets = self._next_batch()
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
@@ -171,7 +171,7 @@ class Training:
         }
 
     def load(self, state: State) -> None:
-        """Go on from a state, as it was stored."""
+        """Continue from a stored state."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])

@@ -1,1 +1,1 @@
-"""Training scripts as people have them, before and after: docs/checkpointer.md shows what changes."""
+"""Typical training scripts, before and after: docs/checkpointer.md shows the changes."""

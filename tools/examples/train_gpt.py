@@ -1,4 +1,4 @@
-"""A small GPT on bytes of text, in the manner of nanoGPT: nothing is saved."""
+"""A small GPT on bytes of text, like nanoGPT: nothing is saved."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A small GPT on bytes of text, in the manner of nanoGPT: every step is saved."""
+"""A small GPT on bytes of text, like nanoGPT: every step is saved."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Builds the frozen version from the history of this clone, as a wheel, and unpacks it where no other version is."""
+"""Builds the frozen version from the history of this clone, as a wheel, and unpacks it into a separate folder."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def revision() -> str:
 
 
 def frozen() -> Path:
-    """The folder from which the frozen version is imported; it is built first if it is not there.
+    """The folder from which the frozen version is imported; it is built if it is missing.
 
     Raises:
-        FrozenVersionError: this is no clone, its history does not reach so far, or pip cannot build the wheel.
+        FrozenVersionError: this is no clone, its history is too short, or pip cannot build the wheel.
     """
     commit = revision()
     folder = _PLACE / commit[:12]
@@ -72,7 +72,7 @@ def _build(commit: str, folder: Path) -> None:
         _run(*pip, "install", "--no-deps", "--target", str(made), str(wheel))
         shutil.move(wheel, _PLACE / f"{commit[:12]}-{wheel.name}")
         try:
-            made.rename(folder)  # whole or not at all: two test workers may build at once
+            made.rename(folder)  # atomically: two test workers may build at once
         except OSError:
             if not (folder / "ckptstore").is_dir():
                 raise

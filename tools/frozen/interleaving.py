@@ -1,4 +1,4 @@
-"""Two versions in turns on one store; both have to find what either has written, bit for bit."""
+"""Runs two versions in turns on one store; each must find what the other wrote, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ _RULES: Final = ([], ["last:5"], ["last:3", "every:4"], ["best:loss:2", "last:2"
 
 
 class InterleavingError(AssertionError):
-    """One version did not find what was written; the text has the seed and every operation so far."""
+    """One version did not find a written state; the text has the seed and every operation so far."""
 
 
 class Version:
     """A process that runs one version."""
 
     def __init__(self, name: str, package: Path, store: Path) -> None:
-        """
-        Args:
-            name: how it is called in the list of operations.
-            package: the folder that has its ``ckptstore``.
-            store: the path of the store.
+        """Args:
+        name: its name in the list of operations.
+        package: the folder that has its ``ckptstore``.
+        store: the path of the store.
         """
         self.name = name
         environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
@@ -51,7 +50,7 @@ class Version:
             raise InterleavingError(f"{name}: runs {self.told['from']}, not the version in {package}")
 
     def do(self, command: str, **arguments: Any) -> Any:
-        """Have it done -> its answer; one with ``error`` if ckptstore raised."""
+        """Send a command -> the answer; one with ``error`` if ckptstore raised."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([command, arguments]) + "\n")
         self._process.stdin.flush()
@@ -81,10 +80,10 @@ class Version:
 
 @dataclass
 class Outcome:
-    """What was done.
+    """The results of a run.
 
     Attributes:
-        operations: a line each, with who did it.
+        operations: a line each, with the version's name.
         saved: checkpoints that were saved.
         compared: states that were restored and compared.
         counts: operations by kind that were done, not refused.
@@ -112,13 +111,13 @@ class _Run:
         self.writing: Version | None = None
 
     def did(self, who: Version, what: str, answer: Any) -> bool:
-        """Note an operation -> whether it was done. Only refusals that name their reason are ordinary."""
+        """Note an operation -> whether it was done. Only refusals that name their reason are allowed."""
         error = answer.get("error")
         line = f"{who.name}: {what}" + (f" -> {error}: {answer['text']}" if error else "")
         self.outcome.operations.append(line)
         self.told(line)
         if error not in (None, "UsageError", "RequestRefusedError", "CheckpointNotFoundError", "FencedError"):
-            raise self.wrong("an error that is no refusal")
+            raise self.wrong("an error that is not a refusal")
         if error is None:
             kind = what.split()[0]
             self.outcome.counts[kind] = self.outcome.counts.get(kind, 0) + 1
@@ -135,7 +134,7 @@ class _Run:
             before = None
         if not self.did(who, f"begin {mode}", who.do("begin", mode=mode, parent="latest")):
             raise self.wrong("no writer could be opened")
-        if before is not None:  # its writer is open still, and the other version has taken the store over
+        if before is not None:  # its writer is still open, and the other version has taken over the store
             answer = before.do("train", steps=1)
             if self.did(before, "save behind a newer term", answer) or answer["error"] != "FencedError":
                 raise self.wrong(f"{before.name} saved behind a newer term")
@@ -157,7 +156,7 @@ class _Run:
             self.writing = None
 
     def maintain(self, who: Version) -> None:
-        """Something that changes the store without training, beside a live writer of either version or without one."""
+        """Change the store without training, beside a live writer of either version or without one."""
         alone = self.writing is None
         refs = sorted(self.there, key=node_of)
         choice = self.random.choice(("tag", "retire", "keep", "merge", "compact", "gc"))
@@ -185,7 +184,7 @@ class _Run:
             self.did(who, "gc", who.do("gc"))
 
     def check(self) -> None:
-        """Both versions read everything, and find the same."""
+        """Both versions read everything, and must find the same."""
         found = [who.do("read") for who in self.versions]
         for who, one in zip(self.versions, found, strict=True):
             if "error" in one:
@@ -224,17 +223,17 @@ def interleave(
     seed: int,
     told: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Let two versions work in turns -> what was done.
+    """Let two versions work in turns -> the results.
 
     Args:
         packages: the folders that have ``ckptstore`` of the one and of the other version.
         place: an empty folder.
         operations: how many turns.
         seed: chooses them.
-        told: gets a line for each operation; None: nobody does.
+        told: called with a line for each operation; None: nothing is called.
 
     Raises:
-        InterleavingError: something was not found, or not as it was saved.
+        InterleavingError: a state was not found, or differs from the saved one.
     """
     store = place / "store"
     with Version("frozen", packages[0], store) as old, Version("present", packages[1], store) as new:

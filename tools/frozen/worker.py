@@ -1,6 +1,6 @@
-"""One version at work: reads commands from standard input, a JSON object a line, and answers each with one.
+"""A process of one version: reads commands from standard input, a JSON object a line, and answers each with one.
 
-It imports only what is public, because two versions run it. Training is a small torch model whose data follows from
+It imports only public names, because two versions run it. Training is a small torch model whose data depends only on
 the step, so that every version that restores the same state trains the same next steps.
 """
 
@@ -56,7 +56,7 @@ class _Worker:
         self.training = _Training()
 
     def begin(self, mode: str, parent: str) -> dict[str, Any]:
-        """Open a writer, and restore what it continues from."""
+        """Open a writer, and restore the state that it continues from."""
         self.training, self.mode, self.done = _Training(), mode, 0
         self.writer = self.store.writer(parent=parent, poll_seconds=0.2, **_MODES[mode]())
         if self.writer.parent is not None:
@@ -114,7 +114,7 @@ class _Worker:
         return {}
 
     def read(self, path: str | None = None) -> dict[str, Any]:
-        """Everything: digests of all states by REF, tags, rules, and what a deep verification finds."""
+        """Read everything: digests of all states by REF, tags, rules, and the findings of a deep verification."""
         store = self.store if path is None else ckptstore.open(path)
         states = {info.ref: _digest(store.load(info.ref)) for info in store.checkpoints()}
         report = store.verify(deep=True)
@@ -124,7 +124,7 @@ class _Worker:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """Of names, shapes, dtypes and bytes of all tensors, and of what else is in the state."""
+    """The digest of names, shapes, dtypes and bytes of all tensors, and of everything else in the state."""
     found = hashlib.sha256()
 
     def add(path: str, value: Any) -> None:

@@ -1,6 +1,6 @@
-"""Fuzzing of everything that reads bytes nobody has checked.
+"""Fuzzes every reader of unchecked bytes.
 
-``python -m tools.fuzz --seconds 60`` (``make fuzz``). `targets` says what is read and what must hold, `seeds` what
-valid input looks like, `mutations` how it is damaged; `guard` watches one run for time, memory and foreign errors;
-`campaign` runs a target in processes of its own, guided by coverage where atheris is installed.
+``python -m tools.fuzz --seconds 60`` (``make fuzz``). `targets` has the readers and their invariants, `seeds` valid
+inputs, `mutations` ways to damage them; `guard` checks one run for time, memory and foreign errors; `campaign` runs
+each target in its own process, guided by coverage if atheris is installed.
 """

@@ -17,7 +17,7 @@ REGRESSIONS = Path(__file__).resolve().parents[2] / "tests" / "regressions"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 1 if anything was found."""
+    """Run the command; returns the exit status: 1 if anything was found."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(result: Result) -> None:
-    """One line of the table, and what was found."""
+    """Print one line of the table, and the findings."""
     print(
         f"{result.target:12}{result.engine:>9}{result.runs:>10}{result.accepted:>10}{result.kinds:>7}"
         f"{result.cpu:>8.0f}{len(result.found):>7}",

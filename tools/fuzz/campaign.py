@@ -1,4 +1,4 @@
-"""Fuzzing the targets, each in a process of its own, so that even a crash of the interpreter is only a finding."""
+"""Fuzzes the targets, each in its own process, so that even a crash of the interpreter is only a finding."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _SLOWEST: Final = 30
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What fuzzing one target came to.
+    """The result of fuzzing one target.
 
     Attributes:
         runs: inputs run; `accepted` of them were valid.
         kinds: different outcomes seen.
         cpu: seconds of CPU time.
         found: regression files written.
-        messages: what each of them violates.
+        messages: the violation of each.
     """
 
     target: str
@@ -47,7 +47,7 @@ class Result:
 
 
 def preferred_engine(seconds: float) -> Engine:
-    """``atheris`` where it is installed and there is time to load it."""
+    """``atheris`` if it is installed and there is time to load it."""
     return "atheris" if seconds >= _WORTH_INSTRUMENTING and importlib.util.find_spec("atheris") else "plain"
 
 
@@ -67,9 +67,9 @@ def campaign(
     Args:
         seconds: of wall time in all, with `jobs` processes at once.
         engine: None: `preferred_engine`.
-        cpu: `seconds` are seconds of CPU time in all: for machines with other things to do.
-        keep: folder for what is found, one folder per target.
-        tell: hears each result as it comes.
+        cpu: `seconds` are seconds of CPU time in all: for busy machines.
+        keep: folder for findings, one folder per target.
+        tell: called with each result.
     """
     share = seconds * (1 if cpu else jobs) / len(targets)
 
@@ -119,7 +119,7 @@ def _findings(folder: Path) -> list[Path]:
 
 
 def _last_input(folder: Path, died: str) -> dict[Path, str]:
-    """What the process was running when it died, as a finding; its log if it never ran anything."""
+    """The input that the process was running when it died, as a finding; its log if it never ran anything."""
     tail = (folder / "log").read_text(errors="replace")[-1500:]
     current = folder / "current"
     if not current.exists():

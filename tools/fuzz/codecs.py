@@ -1,6 +1,6 @@
 """The codec target: ``codec, base, length`` in eight bytes, then a payload; or JSON, as the parameters of a codec.
 
-Where kernels are compiled, both their forms read every payload, and have to agree about it.
+If kernels are compiled, both their forms read every payload and must agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEAD: Final = struct.Struct("<BBxxI")
 _LONGEST: Final = 3 << 19  # one block and a half
 _GUARD: Final = 64
 _SCRATCH: Final = 60
-"""Times the logical length: what decoding may use, this thread's scratch memory included."""
+"""Limit of memory for decoding, as a multiple of the logical length, this thread's scratch memory included."""
 
 KINDS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("raw", {}),
@@ -119,7 +119,7 @@ def _decoded(codec: codecs.Codec, payload: bytes, length: int, base: Any) -> byt
 
 
 def _moves(change: int, rng: np.random.Generator, count: int, bits: int) -> Any:
-    """What training does to words of so many bits, each the reason of a form."""
+    """Typical changes of words of so many bits by training; each is the reason for one form."""
     match change:
         case 0:
             return np.zeros(count)
@@ -152,7 +152,7 @@ def _changed(codec: codecs.Codec, length: int, base: Bytes, change: int, seed: i
     count = length // word + 1
     before = np.zeros(count * word, np.uint8)
     if codec.base_ratio == 1:
-        before[:length] = base  # others may have one of another length: it says nothing about the words
+        before[:length] = base  # others may have a base of another length: it says nothing about the words
     moved = np.asarray(_moves(change, np.random.default_rng(seed), count, 8 * word)).astype(np.int64)
     image = before.view(f"<u{word}") + moved.astype(f"<u{word}")
     return np.ascontiguousarray(image).view(np.uint8)[:length].copy()

@@ -56,12 +56,12 @@ def _read(path: Path) -> bool:
 
 
 def _compare(path: Path, found: dict[str, tuple[str, bytes]]) -> None:
-    """Where safetensors reads the file too, it reads the same."""
+    """If safetensors also reads the file, it must read the same."""
     try:
         # Bytes by name, checked by the library; offsets are in the header, which it has accepted.
         names = [name for name, _ in safetensors.deserialize(path.read_bytes())]
         theirs = {name: bytes(tensor["data"]) for name, tensor in safetensors.deserialize(path.read_bytes())}
-    except Exception:  # noqa: BLE001  # the library's errors are its own; what it refuses cannot be compared
+    except Exception:  # noqa: BLE001  # the library's errors are its own; a refusal cannot be compared
         return
     if len(names) == len(found) and set(names) == set(found) and any(theirs[name] != found[name][1] for name in names):
         raise Violation("safetensors reads other bytes")

@@ -1,4 +1,4 @@
-"""One run of a target, watched: only our errors may leave it, in time, and with bounded memory."""
+"""Runs a target once and checks it: only our errors may leave it, in time, and with bounded memory."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ckptstore.errors import CkptError, CorruptionError, FormatError
 __all__ = ["Outcome", "Target", "Violation", "attempt"]
 
 SECONDS: Final = 10.0
-"""CPU time that one input of at most 64 KiB may take (they take milliseconds; wall time depends on the machine)."""
+"""Limit of CPU time for one input of at most 64 KiB (they take milliseconds; wall time depends on the machine)."""
 MEMORY: Final = 24 << 20
-"""Bytes that reading may allocate beyond what the input's length accounts for."""
+"""Limit of bytes that reading may allocate beyond the allowance for the input's length."""
 PER_BYTE: Final = 400
-"""Bytes that reading may allocate for each byte of input (objects of small JSON numbers cost most)."""
+"""Limit of bytes that reading may allocate for each byte of input (objects of small JSON numbers cost most)."""
 
 
-class Violation(AssertionError):  # noqa: N818  # the word of the trade
-    """An input that was neither refused with our own error nor read as what it says."""
+class Violation(AssertionError):  # noqa: N818  # the usual term
+    """An input was neither refused with our own error nor read correctly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something that reads unchecked bytes.
+    """A reader of unchecked bytes.
 
     Attributes:
         name: of the target, its corpus and its regression files.
-        run: reads the input -> whether it was accepted. Raises `Violation` where what was read is wrong.
+        run: reads the input -> whether it was accepted. Raises `Violation` if the result is wrong.
         seeds: valid inputs.
-        refusals: what may be raised otherwise.
-        declared: bytes that an input may ask for within the declared limits, whatever its length.
+        refusals: the errors that it may raise.
+        declared: bytes that an input may request within the declared limits, whatever its length.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to: accepted or refused, and the error's text."""
+    """The outcome of a run: accepted or refused, and the error's text."""
 
     accepted: bool
     error: str
@@ -55,7 +55,7 @@ def attempt(target: Target, data: bytes, *, memory: bool = False) -> Outcome:
     """Run `target` on `data`.
 
     Args:
-        memory: measure what is allocated, too; several times slower.
+        memory: measure allocations, too; several times slower.
 
     Raises:
         Violation: another error, too slow, too much memory, or wrong data.
@@ -85,6 +85,6 @@ def attempt(target: Target, data: bytes, *, memory: bool = False) -> Outcome:
 
 
 def _check_message(refused: CkptError) -> None:
-    """What is shown to people must not be as long as the input."""
+    """A message for people must not be as long as the input."""
     if len(str(refused)) > 20_000:
         raise Violation(f"an error message of {len(str(refused))} characters: {str(refused)[:200]}")

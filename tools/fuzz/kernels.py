@@ -1,4 +1,4 @@
-"""What targets that run kernels share: both forms of these compared, and scratch memory that nothing may rely on."""
+"""Helpers of targets that run kernels: compare both forms, and poison scratch memory that nothing may rely on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 
 def both_forms(read: Callable[[], _R], refusals: Sequence[type[CkptError]]) -> _R:
-    """What `read` gives, or raises, with the kernels in use; where these are compiled, the reference has to agree.
+    """The result, or error, of `read` with the kernels in use; if these are compiled, the reference must agree.
 
     Raises:
         Violation: one form refuses what the other reads, or they read different things.
@@ -43,6 +43,6 @@ def both_forms(read: Callable[[], _R], refusals: Sequence[type[CkptError]]) -> _
 
 
 def poison() -> None:
-    """Fill this thread's scratch memory: nothing that was in it may show in what is decoded."""
+    """Fill this thread's scratch memory: its old contents must not show in decoded data."""
     for buffer in vars(kernels._local).values():
         buffer.fill(0xA5)

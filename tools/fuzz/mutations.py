@@ -1,4 +1,4 @@
-"""Damaging inputs: bytes as they come, and JSON as a tree, also JSON inside the strings of JSON."""
+"""Damages inputs: as bytes, and as JSON trees, also JSON inside the strings of JSON."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def mutate_json(data: bytes, others: Sequence[bytes], source: random.Random) -> 
 
 
 def _changed(value: Any, other: Any, source: random.Random) -> Any:
-    """A copy of `value` in which one node is another."""
+    """A copy of `value` in which one node differs."""
     nodes = _paths(value)
     path = source.choice(nodes)
     if not path:

@@ -1,7 +1,7 @@
 """Optimizer steps: ``encoding, rule, state, 0, numbers`` in eight bytes and a payload; or JSON.
 
-JSON with ``rule`` is a rule's parameters from a segment's metadata; with ``tensors`` it is the entries of a step, of
-which codec ``step`` makes groups. Where kernels are compiled, both their forms take every step, to the same bits.
+JSON with ``rule`` is a rule's parameters from a segment's metadata; with ``tensors`` it is the entries of a step, which
+codec ``step`` groups. If kernels are compiled, both their forms take every step, with the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _LONGEST: Final = 3 << 17  # one block and a half
 _GUARD: Final = 64
 _PATTERN: Final = 0xC3C3C3C3
 _SCRATCH: Final = 300
-"""Times the numbers: bytes that decoding two steps of four slots may use, this thread's scratch memory included."""
+"""Limit of memory as a multiple of the numbers: bytes for decoding two steps of four slots, this thread's scratch
+memory included."""
 ENCODINGS: Final[tuple[optim.Encoding, ...]] = ("predicted", "replayed", "sparse")
 _DECODERS: Final = {"predicted": optim.predicted, "replayed": optim.replayed, "sparse": optim.sparse}
 
@@ -68,7 +69,7 @@ def _run(data: bytes) -> bool:
 
 
 def _encoded_again(rule: optim.Rule, seed: int, count: int, image: bytes) -> None:
-    """Whatever state a step has led to, it is encoded without loss."""
+    """The state after any step is encoded without loss."""
     old = _state(rule, seed, count)
     new = list(np.frombuffer(image, np.float32).reshape(len(old), count).copy())
     payload = optim.predicted.encode(rule, old, new)
@@ -79,7 +80,7 @@ def _encoded_again(rule: optim.Rule, seed: int, count: int, image: bytes) -> Non
 
 
 def _state(rule: optim.Rule, seed: int, count: int) -> list[Floats]:
-    """Slots of a parameter: as training leaves them, or with every kind of number that there is."""
+    """Slots of a parameter: as after training, or with every kind of number."""
     rng = np.random.default_rng(seed % 8)
     if seed % 8 == 0:
         return [np.zeros(count, np.float32) for _ in rule.slots]
@@ -135,7 +136,7 @@ def _json(data: bytes) -> bool:
 
 
 def _groups(described: dict[str, Any]) -> bool:
-    """``{"tensors": {name: [shape, parameters]}}``: what is restored together, by parameters as a segment has them."""
+    """``{"tensors": {name: [shape, parameters]}}``: groups that are restored together, by a segment's parameters."""
     entries = {
         name: TensorEntry(name, "F32", (row[0],), (), step_codec.STEP, row[1])
         for name, row in described.items()
@@ -189,7 +190,7 @@ def _seeds() -> list[bytes]:
                 dense = gradient.dense() if isinstance(gradient, optim.SparseGradient) else gradient
                 optim.advance(rule, new, dense)
                 exact = [part.copy() for part in new]
-                for part in new:  # what training's own kernel rounded otherwise
+                for part in new:  # values that training's own kernel rounded differently
                     part.view(np.uint32)[rng.random(count) < 0.005] += np.uint32(1)
                 ways: list[tuple[int, bytes]] = [(0, _encode("predicted", rule, old, new, None))]
                 name: optim.Encoding = "sparse" if form >= 3 else "replayed"

@@ -56,7 +56,7 @@ _FRAME_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 
 
 def claimed_by_frame(data: bytes) -> int:
-    """What a zstd frame may ask for: its content size within the limit of folds, and what is made of it."""
+    """The allowance for a zstd frame: its content size within the limit of folds, and the objects made from it."""
     if data[:4] != _FRAME_MAGIC:
         return 0
     try:

@@ -1,4 +1,4 @@
-"""What is fuzzed. Checksums would hide everything behind them, so most targets seal the input they are given."""
+"""The fuzz targets. Checksums would hide everything behind them, so most targets seal the input first."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _require(holds: bool, what: str) -> None:
 
 
 def _json(data: bytes) -> Any:
-    """What a harness makes of its input before it hands it on; None for no JSON."""
+    """The JSON of an input, which a harness then passes on; None for no JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -100,7 +100,7 @@ def _segment(data: bytes) -> bool:
     doc = parse(header, size, "fuzz", _read_nothing)
     _check_doc(doc, len(header), size)
     specs = [TensorSpec(e.name, e.dtype, e.shape, e.global_shape, e.offset) for e in doc.tensors[doc.steps[0]].values()]
-    # Written again in this order (ours may be another), it says the same.
+    # Written again in this order (ours may differ), it has the same meaning.
     again = _relaid(doc, specs)
     _require(again == doc, "a plain segment that was read is written as another")
     return True
@@ -235,7 +235,7 @@ def _same_commit(record: CommitRecord) -> None:
 
 
 def _fold(data: bytes) -> bool:
-    """What a fold's frame holds (JSON, columns); bytes that begin as a zstd frame are the frame as it is."""
+    """The content of a fold's frame (JSON, columns); bytes that begin as a zstd frame are used unchanged."""
     body = data if data[:4] == b"\x28\xb5\x2f\xfd" else zstandard.compress(data)
     digest = checksums.xxh3_128(body)
     text = b"ckptstore fold\n" + digest.encode() + b"\n" + body
@@ -304,7 +304,7 @@ def _tree(data: bytes) -> bool:
 
 
 def _ref(data: bytes) -> bool:
-    """A REF, or a key that stands in a listing."""
+    """A REF, or a key in a listing."""
     text = data.decode("utf-8", "replace")
     catalog = seeds.catalog()
     for key, number in ((text, slot_of(text)), (f"log/{text}", slot_of(f"log/{text}"))):

@@ -1,7 +1,7 @@
-"""Files of ``torch.save`` on import: a file's bytes, or ``{"entries": {name: text}}`` as a zip archive of these.
+"""Imports files of ``torch.save``: a file's bytes, or ``{"entries": {name: text}}`` as a zip archive of these.
 
-What is in the archive is the interesting part, and bytes changed at random rarely get past the archive's own checks:
-so each record is a text here, one character a byte, and checksums are right. Nothing that a pickle says may be run.
+The archive's contents matter, and random changes of bytes rarely pass the archive's own checks: so each record is a
+text here, one character a byte, and checksums are right. No code of a pickle may run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch  # here, not when the first file is loaded: what importing it takes is not what the file took
+import torch  # imported here, so that the import's cost does not count for the first file
 
 from ckptstore.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError, UsageError
 from ckptstore.exchange.torch_archive import TensorReference, TorchObject, write_archive
@@ -27,7 +27,7 @@ __all__ = ["TORCHFILES"]
 
 _SHARED: Final = Path("/dev/shm")
 _READ: Final = 1 << 20
-"""A few numbers may say that they are a large tensor, over and over: such a one is read as far as this."""
+"""A few numbers may declare a large tensor, over and over: such a tensor is read up to this size."""
 
 
 def _run(data: bytes) -> bool:
@@ -77,7 +77,7 @@ def _apart(data: bytes) -> bytes:
 
 @functools.cache
 def _seeds() -> list[bytes]:
-    """What torch writes, in both its formats, and what `ckpt export` writes."""
+    """Files that torch writes, in both its formats, and files that `ckpt export` writes."""
     weight = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     state = {
         "model": OrderedDict(

@@ -1,9 +1,9 @@
-"""One target in a process of its own, until its time is over; started by `tools.fuzz.campaign`.
+"""Runs one target in its own process, until its time is over; started by `tools.fuzz.campaign`.
 
 ``python -m tools.fuzz.worker TARGET --seconds S --seed N --engine plain|atheris --folder F``
 
-Writes into the folder: ``current`` (the input being run, for whoever finds this process dead), ``stats.json``, and
-``found-...`` for each violation of a new kind, with its message beside it.
+Writes into the folder: ``current`` (the input being run, in case this process dies), ``stats.json``, and ``found-...``
+for each violation of a new kind, with its message beside it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from typing import Any, Final
 __all__ = ["Recorder"]
 
 _ADDRESS_SPACE: Final = 3 << 30
-"""Bytes of address space beyond what the process has when it begins."""
+"""Bytes of address space beyond those at the start of the process."""
 _CURRENT: Final = (1 << 16) + 8
 _PARTICULARS: Final = re.compile(r"/\S+|'[^']*'|\"[^\"]*\"|0x[0-9a-f]+|-?\d+|[^\x20-\x7e]+|<[^>]*>|[\[(].*")
 _SHRINKING: Final = 20.0
-"""Seconds of CPU time in which a finding is made smaller."""
+"""Seconds of CPU time for reducing a finding."""
 _MEASURED: Final = 8
-"""Of so many runs one is measured for memory."""
+"""One run in so many is measured for memory."""
 
 
 class Recorder:
-    """Runs a target on inputs, and keeps what violates it."""
+    """Runs a target on inputs, and keeps those that violate it."""
 
     def __init__(self, target: Any, folder: Path) -> None:
         from tools.fuzz.guard import SECONDS, Violation, attempt
@@ -64,11 +64,11 @@ class Recorder:
         return self.until is not None and time.monotonic() >= self.until
 
     def run(self, data: bytes) -> bool:
-        """Run one input -> whether it did something that none before did, as far as the refusals tell."""
+        """Run one input -> whether its outcome is new, as far as the refusals show."""
         self._current[8 : 8 + len(data)] = data
         self._current[:8] = len(data).to_bytes(8, "little")
         self.runs += 1
-        # An input that hangs is not waited for: the signal ends this process, and what was run is found in `current`.
+        # An input that hangs is not waited for: the signal ends this process, and `current` has the input.
         signal.setitimer(signal.ITIMER_PROF, self._longest)
         try:
             outcome = self._attempt(self.target, data, memory=self.runs % _MEASURED == 0)
@@ -98,7 +98,7 @@ class Recorder:
         self.save()
 
     def _smaller(self, data: bytes, kind: str) -> bytes:
-        """A shorter input with the same violation, if cutting pieces out leads to one."""
+        """A shorter input with the same violation, if removing pieces gives one."""
         tries, step, until = 300, len(data) // 2, time.process_time() + _SHRINKING
         while step and tries and time.process_time() < until:
             place = 0
@@ -117,7 +117,7 @@ class Recorder:
         return data
 
     def save(self) -> None:
-        """Write the numbers down."""
+        """Write the numbers to a file."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         numbers = {
             "runs": self.runs,
@@ -130,12 +130,12 @@ class Recorder:
 
 
 def _kind(message: str) -> str:
-    """What messages about different inputs have in common."""
+    """The common part of messages about different inputs."""
     return _PARTICULARS.sub("_", message)[:80]
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser()
     parser.add_argument("target")
     parser.add_argument("--seconds", type=float, required=True)
@@ -155,14 +155,15 @@ def main() -> None:
     if options.cpu:
         recorder.cpu = options.seconds
     else:
-        # Loading counts, but on a busy machine not so much that nothing is run.
+        # Loading counts, but on a busy machine a limited share, so that some inputs run.
         recorder.until = max(begin + options.seconds, time.monotonic() + options.seconds / 2)
     engine(recorder, options.seed)
     recorder.save()
 
 
 def _limit_memory() -> None:
-    """An allocation by an unchecked length then fails here, which is a violation, and not on the machine."""
+    """An allocation by an unchecked length then fails in this process, as a violation, instead of exhausting the
+    machine."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + _ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -184,9 +185,9 @@ def _plain(recorder: Recorder, seed: int) -> None:
 
 
 def _instrument() -> None:
-    """Import what is fuzzed so that it tells where it goes, and, where those are few, what it compares.
+    """Import the target's modules with instrumentation of branches and, if those are few, of comparisons.
 
-    Prevents: atheris keeps a reference to the result of every comparison that it looks at; where these are arrays, a
+    Prevents: atheris keeps a reference to the result of every comparison that it looks at; if these are arrays, a
     minute's worth fills the memory.
     """
     import atheris
@@ -203,7 +204,7 @@ def _instrument() -> None:
 
 
 def _atheris(recorder: Recorder, seed: int) -> None:
-    """libFuzzer keeps what reaches new code; our mutations, which know JSON, and its own take turns."""
+    """libFuzzer keeps inputs that reach new code; our mutations, which know JSON, and its own take turns."""
     import atheris
 
     from tools.fuzz.mutations import mutate
@@ -227,7 +228,7 @@ def _atheris(recorder: Recorder, seed: int) -> None:
         recorder.run(data)
         if recorder.spent:
             recorder.save()
-            os._exit(0)  # libFuzzer itself would look at the clock only after the seeds, and at no other
+            os._exit(0)  # libFuzzer itself would check the clock only after the seeds, and never again
 
     atheris.Setup(arguments, run, custom_mutator=mutator)
     atheris.Fuzz()

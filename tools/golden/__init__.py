@@ -1,12 +1,12 @@
-"""Golden files: what this version writes, kept so that every later version reads it.
+"""Golden files: files of this version, kept so that every later version reads them.
 
-``python -m tools.golden`` makes those that are missing, the same bytes each time (but for another version of zstd,
-which the files name). From the freeze of format 1 on, later versions add files, and change none
-(``tests/golden/frozen-1.json`` will have their hashes).
+``python -m tools.golden`` makes the missing ones, with the same bytes each time (except for another version of zstd,
+which the files name). Format 1 is frozen: later versions add files, and change none (``tests/golden/frozen-1.json``
+has their hashes). So a new codec or rule gets a set of files of its own: `golden_set`.
 
 ``formats/golden``
     ``segments-1.json`` and segments in both forms; ``codecs-1.json``, every codec; ``steps-1.json``, optimizer steps of
-    every rule; ``texts-1.json``, slots, manifests, folds and the other texts, with the features that they may ask for.
+    every rule; ``texts-1.json``, slots, manifests, folds and the other texts, with the features that they may require.
 ``tests/golden``
-    ``store-1``, a store with a little of everything, and what comes out of it; ``conformance``, the conformance set.
+    ``store-1``, a store with a little of everything, and its expected contents; ``conformance``, the conformance set.
 """

@@ -8,8 +8,8 @@ from tools.golden import everything
 
 
 @click.command()
-@click.option("--again", is_flag=True, help="Make all of them anew, frozen ones too: only before a format is frozen.")
-@click.option("--freeze", is_flag=True, help="Note the files that are there as frozen. Nothing is made.")
+@click.option("--again", is_flag=True, help="Make all files again, also frozen ones: only before a format is frozen.")
+@click.option("--freeze", is_flag=True, help="Record the present files as frozen; make nothing.")
 def main(again: bool, freeze: bool) -> None:
     """Make the golden files that are missing, and list the frozen ones that this version would write differently."""
     if freeze:
@@ -18,7 +18,7 @@ def main(again: bool, freeze: bool) -> None:
         everything.make(everything.ROOT)
     else:
         for name in everything.main():
-            click.echo(f"{name}: this version writes other bytes; the file stays as it is")
+            click.echo(f"{name} is frozen and stays as it is: this version, or its zstd, writes other bytes")
 
 
 main()

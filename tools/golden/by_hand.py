@@ -1,4 +1,4 @@
-"""Stores whose slots and segments are written as they are given, right or wrong: no writer makes them all."""
+"""Builds stores from given slots and segments, right or wrong, including those that no writer makes."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def entry(
     params: Mapping[str, Any] | None = None,
     **wrong: Any,
 ) -> Entry:
-    """A tensor as a packed segment has it, and its stored bytes.
+    """A tensor of a packed segment, and its stored bytes.
 
     Args:
         name: its name.
-        data: what it decodes to, one chunk.
+        data: the decoded bytes, one chunk.
         codec: None: raw.
-        base: the tensor that it is made with.
+        base: the tensor that it is encoded against.
         dtype: logical dtype; empty: that of `data`.
         params: further parameters.
-        wrong: members of its chunk that are to be others.
+        wrong: members of its chunk to replace.
     """
     image = codecs.as_bytes(data)
     stored = image.tobytes()
@@ -86,7 +86,7 @@ class Step:
 
     @property
     def state(self) -> str:
-        """The state hash that follows from the decoded hashes; a tensor that has none is left out."""
+        """The state hash of the decoded hashes; a tensor without a hash is left out."""
         names = set(tensor_names(self.full_tree))
         tensors = [one for one, _ in self.entries if one.name in names and one.chunks[0].decoded_hash is not None]
         return state_hash(dumps(self.full_tree), [(one.name, one.dtype, one.shape, one.hash) for one in tensors])
@@ -94,7 +94,7 @@ class Step:
 
 @dataclass
 class Made:
-    """A segment that lies in the store, and what a COMMIT says of it."""
+    """A segment in the store, and its entry in a COMMIT."""
 
     term: int
     entry: dict[str, Any]
@@ -105,7 +105,7 @@ class Made:
         return told | other
 
     def encoding(self, step: int, *more: Made, **other: Any) -> dict[str, Any]:
-        """Of this segment, and of `more`."""
+        """The encoding by this segment and `more`."""
         told, base = self.steps[step], self.steps[step].base
         ids = [self.entry["id"], *(one.entry["id"] for one in more)]
         return {
@@ -122,7 +122,7 @@ class Made:
 
 
 def changed_document(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
-    """A segment whose document has other members."""
+    """A segment whose document has replaced members."""
 
     def made(data: bytes) -> bytes:
         size = header_length(data, len(data), "golden")
@@ -156,19 +156,19 @@ class Hand:
         path.write_bytes(data)
 
     def open(self, parent: CheckpointId | None = None, **wrong: Any) -> None:
-        """The next term. `wrong`: members that are to be others."""
+        """Open the next term. `wrong`: members to replace."""
         self.term += 1
         self.nonces[self.term] = f"{self.term:032x}"
         told = {"parent": None if parent is None else list(parent), "time": 1.5, "writer": {"host": "golden"}}
         self.slot("open", told, **wrong)
 
     def commit(self, *segments: Made, wrong: Mapping[str, Any] | None = None, **members: Any) -> None:
-        """`segments` are added; `wrong`: common members that are to be others."""
+        """Commit `segments`; `wrong`: common members to replace."""
         told = {"segments": [one.entry for one in segments]} if segments else {}
         self.slot("commit", told | members, **(wrong or {}))
 
     def promise(self, made: Made, *steps: int, wrong: Mapping[str, Any] | None = None, **members: Any) -> None:
-        """Add a segment with the checkpoints and encodings that it has: of all its steps, or of these."""
+        """Add a segment with its checkpoints and encodings: of all its steps, or of these."""
         wanted = steps or tuple(made.steps)
         self.commit(
             made,
@@ -191,7 +191,7 @@ class Hand:
         self.seq += 1
 
     def in_manifest(self, members: Mapping[str, Any], **wrong: Any) -> None:
-        """A COMMIT in a manifest; `wrong`: members of the manifest that the slot has otherwise."""
+        """A COMMIT in a manifest; `wrong`: members of the manifest that differ from the slot's."""
         data = seal(self.common("commit") | wrong | dict(members))
         name = f"{self.seq:032x}"
         self.put(manifest_key(self.term, name), data)
@@ -200,7 +200,7 @@ class Hand:
     def segment(
         self, steps: Mapping[int, Step], change: Callable[[bytes], bytes] | None = None, **members: Any
     ) -> Made:
-        """Write a packed segment of the newest term; `members` of its document are others, `change` is made last."""
+        """Write a packed segment of the newest term; `members` of its document are replaced, `change` is made last."""
         self.segments += 1
         told = {
             step: StepEncoding(

@@ -1,4 +1,4 @@
-"""All golden files, made in their places; those of the frozen format are never changed."""
+"""Makes all golden files in their places; those of the frozen format are never changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FROZEN = "tests/golden/frozen-1.json"
 def main(root: Path = ROOT) -> list[str]:
     """Make them in `root`: ``formats/golden`` and ``tests/golden`` -> the frozen ones that would have other bytes now.
 
-    Those are left as they are: this version (or its zstd) writes other bytes, and has to read the old ones.
+    Those are not changed: this version (or its zstd) writes other bytes, and must read the old ones.
     """
     frozen = _frozen(root)
     differing = []
@@ -57,7 +57,7 @@ def make(root: Path) -> None:
 
 
 def freeze(root: Path = ROOT) -> int:
-    """Note every golden file that is there as frozen -> how many. Those noted before stay as they are."""
+    """Record every existing golden file as frozen -> how many. Earlier records stay."""
     frozen = _frozen(root)
     for folder in _FOLDERS:
         for one in (root / folder).rglob("*"):

@@ -1,26 +1,25 @@
 """Golden payloads of every codec but ``step``: a plain segment with the state of one checkpoint, a packed segment with
-the next one as deltas against it, and ``codecs-1.json``, which says what each tensor of the second has to be.
+the next one as deltas against it, and ``codecs-1.json`` with the expected tensors of the second.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import zstandard
 
 from ckptstore.formats import codecs
-from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.checksums import chunk_hash
 from ckptstore.formats.codecs import rounding
 from ckptstore.formats.digest import digest
 from ckptstore.formats.history.records import CheckpointId
 from ckptstore.formats.segment_files.layout import TensorSpec
 from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.segment_files.segment_steps import StepEncoding
+from tools.golden.golden_set import GoldenSet, write
 from tools.golden.make_segments import RUN, packed, state_of
 
 BASE = "segment-1-codecs-base.safetensors"
@@ -29,7 +28,7 @@ DELTA = "segment-1-codecs-delta.safetensors"
 
 @dataclass(frozen=True)
 class Example:
-    """One tensor of the second checkpoint, how it is coded, and the same tensor of the first."""
+    """One tensor of the second checkpoint, its codec, and the same tensor of the first."""
 
     name: str
     dtype: str
@@ -161,17 +160,13 @@ def _shape(example: Example) -> tuple[int, ...]:
     return (len(example.data) // codecs.word_size(example.dtype),)
 
 
+SETS: tuple[GoldenSet[Example], ...] = (GoldenSet("codecs-1.json", BASE, DELTA, examples),)
+"""The golden files of all codecs. The files of a set that is here never change: a later codec gets a row of its own."""
+
+
 def main(folder: Path) -> None:
-    """Write the two segments, and ``codecs-1.json`` with what the second one's tensors are, to `folder`."""
-    found = examples()
-    segments = {BASE: base_segment(found), DELTA: delta_segment(found)}
-    hashes = {}
-    for name, data in segments.items():
-        (folder / name).write_bytes(data)
-        hashes[name] = {
-            "hash": xxh3_128(data),
-            "header_hash": header_hash(data[: 8 + int.from_bytes(data[:8], "little")]),
-        }
-    images = {e.name: xxh3_128(e.data.tobytes()) for e in found}
-    text = json.dumps({"zstd": list(zstandard.ZSTD_VERSION), "segments": hashes, "images": images}, indent=1)
-    (folder / "codecs-1.json").write_text(text + "\n", encoding="ascii")
+    """Write the files of each set to `folder`."""
+    for one in SETS:
+        found = list(one.examples())
+        segments = {one.base: base_segment(found), one.change: delta_segment(found)}
+        write(folder, one.listing, segments, ((e.name, e.data.tobytes()) for e in found))

@@ -1,4 +1,4 @@
-"""The conformance set (`tools.conformance`): stores that a reader in any language is tried with, and what they hold."""
+"""The conformance set (`tools.conformance`): test stores for a reader in any language, and their contents."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _NONCE = "0" * 31
 
 
 def of_segments(folder: Path, files: Mapping[str, bytes]) -> None:
-    """A store of one term whose segments are given: each is one checkpoint."""
+    """A store of one term with the given segments: each is one checkpoint."""
     backend = LocalBackend(folder)
     fmt = FormatFile(RUN)
     backend.create(FORMAT_KEY, encode_format(fmt))
@@ -82,7 +82,7 @@ def _commit(doc: SegmentDoc, segment: SegmentEntry, nonce: str) -> CommitRecord:
 
 
 def named(doc: SegmentDoc) -> SegmentDoc:
-    """With those tensors only that the tree of its one step names."""
+    """Only the tensors that the tree of its one step names."""
     (step,) = doc.steps
     names = tensor_names(doc.trees[step])
     return replace(doc, tensors={step: {name: doc.tensors[step][name] for name in names}})
@@ -115,7 +115,7 @@ def slot_files(folder: Path) -> list[Path]:
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """A sealed text with other members."""
+    """A sealed text with replaced members."""
     value = json.loads(path.read_bytes()[:-34])
     change(value)
     path.write_bytes(seal(value))
@@ -131,7 +131,7 @@ def make_folded(folder: Path) -> None:
         fold_writer.fold(Journal(backend, fmt), store.view())
     fold_writer.trim(Journal(backend, fmt), store.view())
     for path in slot_files(folder)[-1:]:
-        assert len(slot_files(folder)) < int(path.name)  # some are gone
+        assert len(slot_files(folder)) < int(path.name)  # some are missing
 
 
 def _incompat(folder: Path) -> None:
@@ -231,7 +231,7 @@ def _large(folder: Path) -> None:
 
 
 def _retired(folder: Path) -> None:
-    """The base of all the others is promised no longer; the segment of another is dropped."""
+    """The base of all the others is no longer promised; the segment of another is dropped."""
     store = _small(folder)
     dropped = store.checkpoint(3).segments
     backend = LocalBackend(folder)
@@ -258,7 +258,7 @@ def _back(folder: Path) -> None:
 
 
 def _back_damaged(folder: Path) -> None:
-    """The same; a COMMIT of the term that latest has to search is damaged."""
+    """The same; a COMMIT of the term in which latest must search is damaged."""
     _back(folder)
     flip(folder / slot_key(2), 100)
 
@@ -340,7 +340,7 @@ def _merged(folder: Path) -> None:
 
 
 def _orphan(folder: Path) -> None:
-    """A term without checkpoints, whose parent was promised by a slot that is damaged."""
+    """A term without checkpoints, whose parent was promised by a damaged slot."""
     store = _small(folder)
     store.writer(parent=5, poll_seconds=None).close()
     flip(folder / slot_key(5), 100)
@@ -424,7 +424,7 @@ def _every_dtype(folder: Path) -> None:
 
 
 def _lossy_base(folder: Path) -> None:
-    """Two segments: what is not what training had, and a delta on it, which is."""
+    """Two segments: a lossy one, and an exact delta on it."""
     below, above = np.arange(3000, dtype="<u4"), np.arange(3000, dtype="<u4") // 3 * 3
     base, doc = _word_segment(below, codecs.Planes(4), b"", 1, StepEncoding(1, "full", lossy=True))
     told = StepEncoding(1, "delta", CheckpointId(1, 1, state_of(named(doc))))
@@ -435,7 +435,7 @@ def _lossy_base(folder: Path) -> None:
 def _word_segment(
     words: Any, codec: codecs.Codec, base: Any, step: int, told: StepEncoding
 ) -> tuple[bytes, SegmentDoc]:
-    """One tensor, and one that the tree does not name, which is made alike."""
+    """One tensor, and an identical one that the tree does not name."""
     data = codecs.as_bytes(words)
     stored = codecs.encode(codec, data, base).tobytes()
     chunk = Chunk(0, len(stored), len(data), chunk_hash(stored), chunk_hash(data))
@@ -522,7 +522,7 @@ def _answers(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def main(folder: Path) -> None:
-    """Make the set anew in `folder`, beside the golden store, which is a part of it."""
+    """Make the set from scratch in `folder`, beside the golden store, which is part of it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     text = json.dumps({"stores": dict(_answers(folder))}, indent=1)

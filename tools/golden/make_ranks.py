@@ -21,10 +21,10 @@ def _t(name: str) -> dict[str, str]:
 
 
 STATES: Sequence[Sequence[Any]] = (
-    # Keys in different orders, and of one rank alone, before, between and behind the others.
+    # Keys in different orders; keys of one rank alone before, between and behind the others.
     ({"a": _t("a"), "b": _t("b"), "stage0": _t("stage0")}, {"b": _t("b"), "a": _t("a"), "stage1": _t("stage1")}),
     ({"a0": _t("a0"), "b": _t("b"), "c": 1}, {"a1": _t("a1"), "b": _t("b"), "c": 1}),
-    # Keys that are no text: 1, true and 1.0 are one key, as are tuples of them; an empty dict is a plain one.
+    # Keys that are not text: 1, true and 1.0 are one key, as are tuples of them; an empty dict is a plain one.
     (
         {"state": {"$dict": [[0, _t("s.0")], [1, _t("s.1")]]}, "none": {}},
         {"state": {"$dict": [[2, _t("s.2")], [True, 7]]}, "none": {"$dict": [[5, _t("none.5")]]}},
@@ -35,7 +35,7 @@ STATES: Sequence[Sequence[Any]] = (
         {"o": {"$odict": {"a": 1, "b": _t("o.b")}}, "n": {"$counter": {"x": 1}}},
         {"n": {"$counter": [[3, 2], ["x", 5]]}, "o": {"$odict": [["b", _t("o.b")], [4, _t("o.4")]]}},
     ),
-    # Lists of values are values; all others are united element by element.
+    # Lists of values are values; all other lists are united element by element.
     (
         {"l": [_t("l.0")], "p": [1, 2], "u": {"$tuple": [{"k": 1}, None]}, "i": {"$ints": ["list", "u1", "A" * 44]}},
         {
@@ -45,7 +45,7 @@ STATES: Sequence[Sequence[Any]] = (
             "l": [7, {"deep": [_t("l.1")]}],
         },
     ),
-    # Kinds that differ: what holds a tensor leads, and nodes of its kind join it.
+    # Different kinds: the node that holds a tensor leads, and nodes of its kind join it.
     (
         {"h": None, "k": {"x": 1}, "v": {"x": 1}, "s": {"$set": [1]}},
         {"s": {"$set": [2]}, "v": [1], "k": {"$tuple": [_t("k.0")]}, "h": {"w": _t("h.w")}},

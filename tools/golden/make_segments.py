@@ -1,7 +1,7 @@
-"""The golden segments: both forms, and all that a document and an index can say.
+"""The golden segments: both forms, and everything that a document and an index can say.
 
-Everything is derived from fixed numbers, so a second run writes the same bytes (the compressed index
-of packed segments depends on the zstd library; its version is noted).
+Everything is derived from fixed numbers, so a second run writes the same bytes (the compressed index of packed segments
+depends on the zstd library; its version is noted).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def every_dtype() -> tuple[bytes, SegmentDoc]:
 
 
 def shards() -> tuple[bytes, SegmentDoc]:
-    """A further segment of a sharded checkpoint, in a recycled file, written by something newer."""
+    """A further segment of a sharded checkpoint, in a recycled file, written by a newer version."""
     specs = [
         TensorSpec("w", "F32", (2, 8), (16, 8), (4, 0)),
         TensorSpec("z", "C64", (3,), (9,), (6,)),
@@ -138,7 +138,7 @@ def batch() -> tuple[bytes, SegmentDoc]:
         return TensorEntry(spec.name, spec.dtype, spec.shape, (chunk,), **more), stored
 
     def predicted(name: str, step: int) -> tuple[TensorEntry, bytes]:
-        spec = TensorSpec(name, "F32", (3, 4 << 20), (6, 4 << 20), (3, 0))  # three chunks that cost nothing
+        spec = TensorSpec(name, "F32", (3, 4 << 20), (6, 4 << 20), (3, 0))  # three chunks that take no bytes
         chunks = tuple(
             Chunk(0, 0, length, nothing, f"{step * start:016x}") for start, length in chunk_extents(spec.nbytes)
         )
@@ -191,7 +191,7 @@ GOLDEN: Mapping[str, Callable[[], tuple[bytes, SegmentDoc]]] = {
 
 
 def describe(data: bytes, doc: SegmentDoc) -> dict[str, Any]:
-    """What has to be read from a golden segment."""
+    """The expected contents of a golden segment."""
     header = int.from_bytes(data[:8], "little") + 8
     doc_json = asdict(doc)
     return {
@@ -204,7 +204,7 @@ def describe(data: bytes, doc: SegmentDoc) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Write every golden segment, and ``segments-1.json`` with what they hold, to `folder`."""
+    """Write every golden segment, and ``segments-1.json`` with their contents, to `folder`."""
     described = {}
     for name, make in GOLDEN.items():
         data, doc = make()

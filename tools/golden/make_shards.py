@@ -21,7 +21,7 @@ def _numbers(shape: tuple[int, ...], step: int) -> Array:
 
 
 def shards(folder: Path) -> None:
-    """Fulls and deltas of three ranks, cut by rows, by columns and in no grid; rounded copies; values of each rank."""
+    """Fulls and deltas of three ranks, cut by rows, by columns and without a grid; rounded copies; ranks' values."""
     made = ShardStore(ckptstore.open(folder, create=True))
     grid = [Box((0, 0), (2, 5)), Box((2, 0), (4, 3)), Box((2, 3), (4, 2))]
     old, wide, other = _numbers((6, 5), 1), _numbers((3, 9), 1), np.arange(7)
@@ -47,7 +47,7 @@ def shards(folder: Path) -> None:
 
 
 def broken(folder: Path) -> None:
-    """Shards that overlap, that leave elements out, of two dtypes, twice, without elements, beside the whole tensor."""
+    """Shards that overlap, that omit elements, of two dtypes, twice, without elements, beside the whole tensor."""
     made = ShardStore(ckptstore.open(folder, create=True))
     whole = _numbers((4, 3), 1)
     made.commit(1, by_rank(cut("w", whole, rows((4, 3), 2))))

@@ -1,6 +1,6 @@
-"""Stores of the conformance set on which a reader fails that overlooks one sentence of the page.
+"""Stores of the conformance set on which a reader fails that overlooks one sentence of the specification.
 
-Each was made for slips that were put into a second reader, and that no other store shows.
+Each store shows an error that was put into a second reader and that no other store shows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _delta(more: int, base: int) -> Entry:
 
 
 def _texts(*steps: int) -> dict[int, Step]:
-    """Steps without tensors: what they hold is their number."""
+    """Steps without tensors: their content is their number."""
     return {step: Step(tree={"step": step}) for step in steps}
 
 
@@ -80,7 +80,7 @@ def _hashes(folder: Path) -> None:
 
 
 def _identities(folder: Path) -> None:
-    """What a segment says of itself is not what the log says."""
+    """The segment's description of itself contradicts the log."""
     hand = Hand(folder)
     hand.open()
     first = hand.segment({1: Step([_word()])})
@@ -169,7 +169,7 @@ def _rank_members(folder: Path) -> None:
 
 
 def _ways(folder: Path) -> None:
-    """Checkpoints and bases with several encodings, of which the first are damaged or do not lead anywhere."""
+    """Checkpoints and bases with several encodings; the first of them are damaged or lead nowhere."""
     hand = Hand(folder)
     hand.open()
 
@@ -196,7 +196,7 @@ def _ways(folder: Path) -> None:
     promise(6, Step([_delta(6, 5)], base=lost.identity(5)), Step([_word(6)]), spoilt=False)
     hand.promise(hand.segment({7: Step([_delta(7, 6)], base=CheckpointId(1, 6, Step([_word(6)]).state))}))
     gone = CheckpointId(1, 99, _OTHER)
-    hand.promise(hand.segment({8: Step([_word(8)], base=gone)}))  # needs nothing of a base that is not there
+    hand.promise(hand.segment({8: Step([_word(8)], base=gone)}))  # needs no missing part of its base
 
 
 def _lossy(folder: Path) -> None:
@@ -338,7 +338,7 @@ def _keys(folder: Path) -> None:
     for step, (one, other) in enumerate(pairs, 1):
         tree = rank_trees.merge([{"d": {"$dict": [[one, 1], [7, 0]]}}, {"d": {"$dict": [[8, 0], [other, 2]]}}])
         hand.promise(hand.segment({step: Step(tree=tree)}))
-    # $size is a value, $tuple a kind of its own; neither holds a tensor, so the first leads.
+    # $size is a value, $tuple a separate kind; neither holds a tensor, so the first leads.
     size, pair = {"$size": [1, 2]}, {"$tuple": [1, 2]}
     trees = (
         {"k": size, "l": [[1], size]},
@@ -354,7 +354,7 @@ def _keys(folder: Path) -> None:
 
 
 def _continues(folder: Path) -> None:
-    """Slots that do not continue the log, or are of another place, where no slot was ever deleted."""
+    """Slots that do not continue the log, or belong to another place, where no slot was ever deleted."""
     hand = Hand(folder)
     hand.open()
     steps = _texts(*range(1, 20))
@@ -372,7 +372,7 @@ def _continues(folder: Path) -> None:
     more(7)
     more(8, run=_OTHER)
     more(9)
-    hand.slot("later", {}, run=_OTHER)  # of another run: that decides, not the kind
+    hand.slot("later", {}, run=_OTHER)  # of another run: the run decides, not the kind
     more(10)
     more(11, previous=_OTHER)
     more(12, nonce=_OTHER)  # right behind damage the nonce is compared, too
@@ -386,7 +386,7 @@ def _continues(folder: Path) -> None:
 
 
 def _manifests(folder: Path) -> None:
-    """Manifests that repeat another member than the slot has."""
+    """Manifests in which a repeated member differs from the slot's."""
     hand = Hand(folder)
     hand.open()
     made = hand.segment(_texts(*range(1, 12)))
@@ -407,7 +407,7 @@ def _manifests(folder: Path) -> None:
 
 
 def _closed(hand: Hand) -> None:
-    """Fold all that is there."""
+    """Fold everything that is there."""
     store = ckptstore.open(hand.folder)
     fold_writer.fold(store.journal, store.view())
 
@@ -427,7 +427,7 @@ def _end(**other: Any) -> Callable[[Path], None]:
 
 
 def _end_followed(folder: Path) -> None:
-    """The record of another history where the fold ends, and one that continues that."""
+    """The record of another history where the fold ends, and one that continues that history."""
     hand = Hand(folder)
     hand.open()
     made = hand.segment(_texts(1, 2, 3, 4))
@@ -515,7 +515,7 @@ def _retire_above(folded: bool) -> Callable[[Path], None]:
 
 
 def _highest(folder: Path) -> None:
-    """The highest step is known from a member alone; it stands before the damage, and in a fold."""
+    """The highest step is known only from a member, before the damage and in a fold."""
     hand = Hand(folder)
     hand.open()
     made = hand.segment(_texts(1, 3))
@@ -527,7 +527,7 @@ def _highest(folder: Path) -> None:
 
 
 def _before(folder: Path) -> None:
-    """Damage before the COMMIT that promised the answer; what is retired is below it, or of another term."""
+    """Damage before the COMMIT that promised the answer; the retired step is below it, or of another term."""
     hand = Hand(folder)
     hand.open()
     first = hand.segment(_texts(9))
@@ -583,7 +583,7 @@ def _loose(folder: Path) -> None:
 
 
 def _tags(folder: Path) -> None:
-    """Tags that move, are removed, name a retired checkpoint, and one that is in a slot with a bad name."""
+    """Tags that move, are removed, name a retired checkpoint, and one in a slot with a bad name."""
     hand = Hand(folder)
     hand.open()
     made = hand.segment(_texts(1, 2, 3, 4))
@@ -619,7 +619,7 @@ def _tags_damaged(folder: Path) -> None:
 
 
 def _metadata(folder: Path) -> None:
-    """What users said of checkpoints: in a log, and of another type, which makes the slot damaged."""
+    """Users' metadata of checkpoints: in a log, and of another type, which makes the slot damaged."""
     hand = Hand(folder)
     hand.open()
     made = hand.segment(_texts(*range(1, 7)))

@@ -1,12 +1,11 @@
 """Golden optimizer steps: a plain segment with the states of one checkpoint, a packed one with the next as steps of
-every rule, variant, encoding and form of gradient, and ``steps-1.json``: what each tensor of the second has to be.
+every rule, variant, encoding and form of gradient, and ``steps-1.json`` with the expected tensors of the second.
 
-They pin the arithmetic of ``adam/1``, ``sgd/1`` and ``skip/1``: were it to change, these files could not be read.
+They pin the arithmetic of ``adam/1``, ``sgd/1`` and ``skip/1``: if it changed, these files could not be read.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,16 +13,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import zstandard
 
 from ckptstore.formats import optim
-from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.checksums import chunk_hash
 from ckptstore.formats.digest import digest
 from ckptstore.formats.history.records import CheckpointId
 from ckptstore.formats.segment_files.layout import TensorSpec
 from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.segment_files.segment_steps import StepEncoding
 from ckptstore.formats.segment_files.step_codec import STEP, StepGroup, follower_params
+from tools.golden.golden_set import GoldenSet, write
 from tools.golden.make_segments import RUN, packed, state_of
 
 BASE = "steps-1-base.safetensors"
@@ -63,7 +62,7 @@ class Example:
 
 
 def _numbers(seed: int, count: int, scale: float) -> np.ndarray:
-    """Numbers that every machine makes alike."""
+    """Numbers that are the same on every machine."""
     whole = (np.arange(count, dtype=np.int64) * 7919 + seed * 104_729) % 2003 - 1001
     return (whole.astype("<f4") * np.float32(scale / 1001)).astype("<f4")
 
@@ -98,7 +97,7 @@ def _example(label: str, rule: optim.Rule, gradient: Any, count: int = 200, para
     dense = _numbers(40, count, 1e-3)
     applied = gradient.dense() if isinstance(gradient, optim.SparseGradient) else gradient
     optim.advance(rule, new, dense if applied is None else applied)
-    new[0].view("<u4")[100::97] += np.uint32(3)  # what another kernel rounded otherwise
+    new[0].view("<u4")[100::97] += np.uint32(3)  # values that another kernel rounded differently
     encoding: optim.Encoding = "replayed"
     if gradient is None:
         encoding, payload = "predicted", optim.predicted.encode(rule, old, new)
@@ -110,8 +109,12 @@ def _example(label: str, rule: optim.Rule, gradient: Any, count: int = 200, para
     return Example(StepGroup(encoding, rule, members), old, new, payload.tobytes())
 
 
-def examples() -> Iterator[Example]:
+def examples() -> list[Example]:
     """Every rule in every variant as a prediction and a replay; every form of gradient; parameters end to end."""
+    return [*_examples()]
+
+
+def _examples() -> Iterator[Example]:
     dense = _numbers(40, 200, 1e-3)
     for number, optimizer in enumerate(_OPTIMIZERS):
         for step in (_FIRST, _LATER):
@@ -144,7 +147,7 @@ def _base(found: list[Example]) -> tuple[bytes, SegmentDoc]:
 def step_segment(
     found: list[Example], change: Callable[[dict[str, Any]], dict[str, Any]] = lambda params: params
 ) -> bytes:
-    """A packed segment with the steps; `change` makes other parameters of the leaders'."""
+    """A packed segment with the steps; `change` replaces the leaders' parameters."""
     entries: list[tuple[TensorEntry, bytes]] = []
     for e in found:
         for name, part in e.tensors(e.new).items():
@@ -159,15 +162,14 @@ def step_segment(
     return packed(SegmentDoc(RUN, 1, "d" * 32, told, parents={1: None}, trees=trees), {21: entries})[0]
 
 
+SETS: tuple[GoldenSet[Example], ...] = (GoldenSet("steps-1.json", BASE, STEPS, examples),)
+"""The golden files of all rules. The files of a set that is here never change: a later rule gets a row of its own."""
+
+
 def main(folder: Path) -> None:
-    """Write the two segments and ``steps-1.json`` to `folder`."""
-    found = list(examples())
-    segments = {BASE: base_segment(found), STEPS: step_segment(found)}
-    hashes = {}
-    for name, data in segments.items():
-        (folder / name).write_bytes(data)
-        header = data[: 8 + int.from_bytes(data[:8], "little")]
-        hashes[name] = {"hash": xxh3_128(data), "header_hash": header_hash(header)}
-    images = {name: xxh3_128(part.tobytes()) for e in found for name, part in e.tensors(e.new).items()}
-    text = json.dumps({"zstd": list(zstandard.ZSTD_VERSION), "segments": hashes, "images": images}, indent=1)
-    (folder / "steps-1.json").write_text(text + "\n", encoding="ascii")
+    """Write the files of each set to `folder`."""
+    for one in SETS:
+        found = list(one.examples())
+        segments = {one.base: base_segment(found), one.change: step_segment(found)}
+        images = ((name, part.tobytes()) for e in found for name, part in e.tensors(e.new).items())
+        write(folder, one.listing, segments, images)

@@ -1,7 +1,7 @@
-"""A golden store: later versions have to restore every step of it, bit for bit.
+"""A golden store: later versions must restore every step of it, bit for bit.
 
-It has a little of everything that writers write: two terms of which one forks, fulls (as they
-are and compressed), deltas, step diffs of every kind, a lossy one, a merge, a retired checkpoint, tags, a fold.
+It has a little of everything that writers write: two terms of which one forks, fulls (raw and compressed), deltas, step
+diffs of every kind, a lossy one, a merge, a retired checkpoint, tags, a fold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHAPES = {"wide": (30, 41), "bias": (41,)}
 
 
 class Run:
-    """A training run made of whole numbers, so that every machine makes the same one."""
+    """A training run with whole numbers, so that it is the same on every machine."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -40,7 +40,7 @@ class Run:
         self.gradients: dict[str, Any] = {}
 
     def train(self, kind: str) -> list[Update]:
-        """One step -> what the optimizers did. ``kind``: of the gradients that the writer is given."""
+        """Take one step -> the optimizers' updates. ``kind``: of the gradients that the writer gets."""
         self.step += 1
         numbers = optim.Step(count=self.step, lr=1e-3, clip=0.5)
         updates = []
@@ -59,7 +59,7 @@ class Run:
         return updates
 
     def state(self) -> dict[str, Any]:
-        """Everything, in new memory."""
+        """The whole state, in new memory."""
         slots = {part: {name: self.adam[name][slot].copy() for name in SHAPES} for slot, part in enumerate("wmv")}
         return {
             "model": {name: array.astype(ml_dtypes.bfloat16) for name, array in slots["w"].items()},
@@ -80,7 +80,7 @@ def _pattern(seed: int, shape: tuple[int, ...], scale: float) -> Any:
 
 
 def fill(store: Store) -> None:
-    """Everything that the docstring names."""
+    """Write everything that the module's docstring names."""
     run = Run()
     with store.writer(deltas=DeltaOptions(interval=2, compress_fulls=False), poll_seconds=None) as writer:
         for step in range(1, 6):
@@ -115,7 +115,7 @@ def expectations(store: Store) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Write the store, and beside it ``NAME.json``: what has to come out of it."""
+    """Write the store, and beside it ``NAME.json`` with its expected contents."""
     with still(1):
         store = ckptstore.open(folder, create=True)
         fill(store)

@@ -1,4 +1,4 @@
-"""Golden texts of the log: slots, a manifest, FORMAT, requests, pins and folds, and what a reader does with each.
+"""Golden texts of the log: slots, a manifest, FORMAT, requests, pins and folds, and the outcome of reading each.
 
 ``texts-1.json`` has cases: ``name``; ``kind`` (``slot``, ``format``, ``request``, ``pin``, ``fold``); of slots and
 folds ``seq``; the bytes, as ``text`` or ``base64``; of a slot that points to one, its manifest as ``manifest_zstd``; of
@@ -67,12 +67,12 @@ def open_text(seq: int) -> bytes:
 
 
 def commit_text(record: CommitRecord, seq: int) -> tuple[bytes, bytes | None]:
-    """A COMMIT: the slot, and the manifest that it points to, if it does not fit."""
+    """A COMMIT: the slot, and the manifest that it points to, if it does not fit into the slot."""
     return record_text.encode_commit(record, seq=seq, run=RUN, manifest="e" * 32)
 
 
 def _many() -> CommitRecord:
-    """More than a slot holds."""
+    """More entries than a slot holds."""
     segments = tuple(SegmentEntry(f"{n:032x}", 1, 8192 + n, 4096, f"{n * n:032x}") for n in range(2000))
     checkpoint = CheckpointEntry(1, 1, "d" * 32, 0.0, 0, 0)
     edge = Encoding((1, 1), "full", None, tuple(one.id for one in segments), False, 1)

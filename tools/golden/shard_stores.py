@@ -40,7 +40,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor or shard, as one rank has it. `of` and `base`: what a coded one is made with."""
+    """A tensor or shard of one rank. `of` and `base`: the tensors that an encoded one refers to."""
 
     name: str
     data: Array
@@ -72,7 +72,7 @@ def cut(name: str, whole: Array, boxes: Sequence[Box], **more: Any) -> list[Piec
 
 
 class ShardStore:
-    """A store of one term that takes segments as they are given."""
+    """A store of one term that accepts segments as given."""
 
     def __init__(self, store: Store | str | None = None) -> None:
         """Write to a store without terms, or to a new one at a URL."""
@@ -94,7 +94,7 @@ class ShardStore:
         base: int | None = None,
         packed: bool = False,
     ) -> str:
-        """Store a checkpoint: the pieces of each rank in a segment of its own. The first one has the tree."""
+        """Store a checkpoint: the pieces of each rank in a separate segment. The first one has the tree."""
         below = None if base is None else self.states[base]
         names = dict.fromkeys(piece.name for pieces in ranks for piece in pieces)
         named = [name for name in names if not name.startswith("ckptstore/")]
@@ -193,7 +193,7 @@ def by_rank(*tensors: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def divided(chance: random.Random, shape: Sequence[int], most: int = 6) -> list[Box]:
-    """A way to cut a tensor: boxes without empties, in any order, not only of a grid."""
+    """A way to cut a tensor: non-empty boxes, in any order, not only of a grid."""
     boxes = [Box.whole(shape)]
     for _ in range(chance.randrange(most)):
         splittable = [place for place, box in enumerate(boxes) if max(box.shape, default=1) > 1]
@@ -211,14 +211,14 @@ def divided(chance: random.Random, shape: Sequence[int], most: int = 6) -> list[
 
 
 def rows(shape: Sequence[int], count: int) -> list[Box]:
-    """As FSDP2 cuts: along dimension 0, as torch.chunk does; ranks without rows have nothing."""
+    """Cut like FSDP2: along dimension 0, as torch.chunk does; ranks without rows have nothing."""
     length = -(-shape[0] // count)
     starts = range(0, shape[0], max(length, 1))
     return [Box((at, *[0] * (len(shape) - 1)), (min(length, shape[0] - at), *shape[1:])) for at in starts]
 
 
 def columns(shape: Sequence[int], count: int) -> list[Box]:
-    """As tensor parallelism cuts: along the last dimension."""
+    """Cut like tensor parallelism: along the last dimension."""
     length = -(-shape[-1] // count)
     lead = [0] * (len(shape) - 1)
     return [Box((*lead, at), (*shape[:-1], min(length, shape[-1] - at))) for at in range(0, shape[-1], max(length, 1))]

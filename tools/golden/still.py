@@ -1,6 +1,6 @@
-"""A world in which nothing moves: identities are counted, the clock stands, every process is the same one.
+"""A deterministic environment: identities are counted, the clock stands still, every process has the same identity.
 
-Within it the same calls write the same bytes. Not for threads that race for identities: the golden writers have none.
+In it the same calls write the same bytes. Not for threads that race for identities: the golden writers have none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OTHERS = ("numba.", kernel_cache.__name__)
 
 @contextlib.contextmanager
 def still(seed: int) -> Iterator[None]:
-    """Run the body in it. Other seeds give other identities."""
+    """Run the body in that environment. Other seeds give other identities."""
     numbers = itertools.count(1)
 
     def identity() -> int:
@@ -37,7 +37,8 @@ def still(seed: int) -> Iterator[None]:
     fresh = uuid.uuid4
 
     def counted() -> uuid.UUID:
-        """But fresh ones for numba and the list of its files: they draw one where a kernel is not in the cache yet."""
+        """Counted identities, but new ones for numba and the list of its files: they draw one if a kernel is not cached
+        yet."""
         caller = inspect.currentframe()
         asker = "" if caller is None or caller.f_back is None else caller.f_back.f_globals.get("__name__", "")
         return fresh() if asker.startswith(_OTHERS) else uuid.UUID(int=identity())

@@ -1,15 +1,15 @@
-"""SIGKILL of trainers and their agents at random moments: nothing acknowledged is lost, every bit is as it was.
+"""SIGKILL of trainers and their agents at random moments: nothing acknowledged is lost, every bit is restored.
 
     python -m tools.kills.agent_kills --kills 200
 
-Each life is a process that trains and saves every step through an agent. At a random moment the trainer, the agent,
-or both are killed. Then:
+Each life is a process that trains and saves every step through an agent. At a random moment the trainer, the agent, or
+both are killed. Then:
 
-- the next life continues with a state that is, bit for bit, what training gives at its step;
-- no step that was acknowledged is beyond it;
-- if the trainer alone was killed, no more than the step in flight is lost, and the agent and its term go on;
-- if the agent alone was killed, training goes on in the same life, and what it lost says so;
-- in the end every checkpoint that was acknowledged is in the store, and loads as it was.
+- the next life continues with a state that is, bit for bit, the result of training at its step;
+- no acknowledged step is beyond it;
+- if only the trainer was killed, at most the step in flight is lost, and the agent and its term continue;
+- if only the agent was killed, training continues in the same life, and the lost saves raise errors;
+- in the end every acknowledged checkpoint is in the store, and loads with the right bits.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ VICTIMS: Final = ("trainer", "agent", "both")
 _RULE: Final = AdamW(beta1=0.9, beta2=0.95, weight_decay=0.1)
 _SHAPE: Final = (200, 333)
 _LONGEST: Final = 0.6
-"""Seconds of a life, at most, once it saves."""
+"""Longest duration of a life in seconds, from its first save."""
 
 
 class Training:
-    """Training as far as a store can tell: one parameter that AdamW moves."""
+    """Training as far as a store can tell: one parameter that AdamW updates."""
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         chance = np.random.default_rng(0)
@@ -69,7 +69,7 @@ class Training:
         }
 
     def train(self) -> list[ckptstore.Update]:
-        """One step -> what the optimizer did. Every number follows from the step's."""
+        """One step -> the update of the optimizer. All numbers depend only on the step."""
         step = self.state["step"] = self.state["step"] + 1
         gradient = np.random.default_rng(step).normal(0, 1e-3, _SHAPE).astype("<f4")
         numbers = Step(step, 1e-3)
@@ -78,7 +78,7 @@ class Training:
         return [ckptstore.Update(slots, _RULE, numbers, NumpySource(gradient))]
 
     def digest(self) -> str:
-        """Of every bit."""
+        """The digest of every bit."""
         found = hashlib.sha256(str(self.state["step"]).encode())
         for slot in ("weight", "m", "v"):
             found.update(self.state[slot].tobytes())
@@ -86,7 +86,7 @@ class Training:
 
 
 class Truth:
-    """What training gives, by step; each computed once."""
+    """The digests of the training states, by step; each computed once."""
 
     def __init__(self) -> None:
         self._training = Training()
@@ -100,7 +100,7 @@ class Truth:
 
 
 def _live(url: str, mode: str, say: Callable[[str], None]) -> None:
-    """One life of a trainer, in a process of its own, until it is killed."""
+    """One life of a trainer, in its own process, until it is killed."""
     writer = ckptstore.agent.writer(url, linger_seconds=120, **MODES[mode])
     state = writer.load(framework="numpy")
     training = Training(state)
@@ -137,7 +137,7 @@ class Campaign:
         url: the store.
         mode: one of `MODES`.
         kills: how often each victim was killed.
-        kept: how many lives went on with what an agent had kept.
+        kept: how many lives continued from an agent's memory.
         durable: refs that were acknowledged.
         newest: the highest step of those.
     """
@@ -156,7 +156,7 @@ class Campaign:
     _term: int = 0
 
     def life(self, chance: random.Random) -> None:
-        """Live once, and be killed. Raises `Violation`."""
+        """Run one life, and kill it. Raises `Violation`."""
         reading, writing = os.pipe()
         trainer = os.fork()
         if trainer == 0:
@@ -184,23 +184,23 @@ class Campaign:
                 self._hear(line.split())
 
     def expect(self, victim: str, *, agent: int, term: int, given: int, newest: int) -> None:
-        """Take it that a life has ended so."""
+        """Tell the campaign how the previous life ended."""
         self._victim, self._agent, self._term, self._given, self.newest = victim, agent, term, given, newest
 
     def begin(self, line: str) -> None:
-        """Judge what a life says first. Raises `Violation`."""
+        """Judge the first message of a life. Raises `Violation`."""
         words = line.split()
         if not words or words[0] != "up":
             raise Violation(f"a life did not begin: {line!r}")
         agent, term, step, kept = map(int, words[1:5])
         if words[5] != self._truth[step]:
-            raise Violation(f"step {step} came back with other bits (kept: {kept})")
+            raise Violation(f"step {step} was restored with wrong bits (kept: {kept})")
         if step < self.newest:
             raise Violation(f"step {self.newest} was acknowledged, and the next life begins with {step}")
         if self._victim == "trainer":
             if (agent, term) != (self._agent, self._term):
-                raise Violation(f"the agent {self._agent} of term {self._term} was to go on, not {agent} of {term}")
-            if not kept and self._given > self._began + 1:  # of its first step nobody knows whether it was handed over
+                raise Violation(f"the agent {self._agent} of term {self._term} should continue, not {agent} of {term}")
+            if not kept and self._given > self._began + 1:  # whether its first step was handed over is unknown
                 raise Violation(f"step {self._given} was handed over, and the agent kept nothing")
             if step < self._given - 1:
                 raise Violation(f"step {self._given} was handed over, and the next life begins with {step}")
@@ -213,7 +213,7 @@ class Campaign:
         if victim != "trainer":
             _kill(self._agent, signal.SIGKILL)
             if victim == "agent":
-                time.sleep(2.0 + chance.random())  # another one begins
+                time.sleep(2.0 + chance.random())  # a new agent starts
                 victim = "agent, then trainer"
         _kill(trainer, signal.SIGKILL)
         self.kills[victim] += 1
@@ -231,10 +231,10 @@ class Campaign:
             case ["begin" | "lost", _]:
                 pass
             case _:
-                raise Violation(f"a life ended by itself: {' '.join(words)}")
+                raise Violation(f"a life ended without a kill: {' '.join(words)}")
 
     def close(self) -> None:
-        """End the last agent, and look at every checkpoint. Raises `Violation`."""
+        """End the last agent, and check every checkpoint. Raises `Violation`."""
         _kill(self._agent, signal.SIGTERM)
         store = ckptstore.open(self.url)
         there = {info.ref: info for info in store.checkpoints()}
@@ -253,9 +253,9 @@ def _kill(pid: int | None, number: int) -> None:
 
 
 def campaign(folder: Path, mode: str, kills: int, seed: int) -> Campaign:
-    """Kill so often. Raises `Violation`."""
+    """Kill `kills` times. Raises `Violation`."""
     chance = random.Random(seed)
-    Training().train()  # what is imported and compiled by the first step is not to be done in every life
+    Training().train()  # imports and compilation happen once, not in every life
     one = Campaign(str(folder / mode), mode)
     try:
         for _ in range(kills):
@@ -266,7 +266,7 @@ def campaign(folder: Path, mode: str, kills: int, seed: int) -> Campaign:
 
 
 def main() -> int:
-    """What ``python -m`` runs."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60, help="over all modes")
     parser.add_argument("--mode", choices=sorted(MODES), action="append", help="default: every one")
@@ -278,9 +278,7 @@ def main() -> int:
         for number, mode in enumerate(modes):
             done = campaign(Path(folder), mode, options.kills // len(modes), options.seed + number)
             killed = ", ".join(f"{victim} {count}" for victim, count in sorted(done.kills.items()))
-            print(
-                f"{mode}: killed {killed}; {done.kept} lives went on with what an agent had kept; newest {done.newest}"
-            )
+            print(f"{mode}: killed {killed}; {done.kept} lives continued from an agent's memory; newest {done.newest}")
     return 0
 
 

@@ -1,11 +1,11 @@
-"""A follower that is killed again and again ends with the bits of the run.
+"""Kills a follower again and again; it ends with the bits of the run.
 
     python -m tools.kills.follow_kills --kills 50            # a folder
     python -m tools.kills.follow_kills --kills 50 --s3       # ministack on loopback
 
-A writer process saves fulls, deltas and step diffs, goes back, is opened again from an earlier checkpoint, and
-retires and collects what is old. Beside it followers live and die by SIGKILL, at random times: ``ckpt follow --out``,
-whose file must be whole after every death, and a process that follows into its own tensors. What either shows is a
+A writer process saves fulls, deltas and step diffs, rolls back, is opened again from an earlier checkpoint, and retires
+and collects old checkpoints. Beside it followers run and die by SIGKILL at random times: ``ckpt follow --out``, whose
+file must be whole after every death, and a process that follows into its own tensors. Whatever either shows is a
 checkpoint of the run, bit for bit: the states are a function of term, step and parent, known to both sides. In the end
 both reach the newest checkpoint.
 """
@@ -46,18 +46,18 @@ _PATIENCE: Final = 120.0
 
 
 class WrongError(AssertionError):
-    """What a follower shows is no checkpoint of the run."""
+    """A follower shows something that is no checkpoint of the run."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What was done.
+    """Counts of a run.
 
     Attributes:
-        kills: followers that were killed, and by kind.
-        checkpoints: that the run saved.
-        seen: checkpoints that were found whole after a death, by how they came: the REFs.
-        bases: how often a checkpoint was made of one that was held, or read whole (``from the store``).
+        kills: followers that were killed, by kind.
+        checkpoints: the number that the run saved.
+        seen: REFs of checkpoints that were whole after a death, by the kind of follower.
+        bases: how often a checkpoint was made from one in memory, or read whole (``from the store``).
     """
 
     kills: Counter[str] = field(default_factory=Counter)
@@ -79,7 +79,7 @@ def first_state() -> dict[str, Any]:
 
 
 def advance(state: dict[str, Any], term: int, step: int) -> list[Update]:
-    """Take one step of training, in place -> what moved."""
+    """Take one step of training, in place -> the tensors that changed."""
     rng = np.random.default_rng([term, step])
     gradient = rng.standard_normal(_SHAPE).astype("<f4")
     numbers = optim.Step(count=step, lr=1e-3)
@@ -99,7 +99,7 @@ def digest(state: dict[str, Any]) -> str:
 
 
 def write(url: str, told: Path, stop: Path, pause: float, seed: int) -> None:
-    """Save until `stop` is there; every checkpoint's digest is in `told` before it is saved."""
+    """Save until `stop` exists; every checkpoint's digest is written to `told` before it is saved."""
     numbers = random.Random(seed)
     store = ckptstore.open(url, create=True)
     state, parent, life = first_state(), None, 0
@@ -155,7 +155,7 @@ def _saves(
 
 
 def follow_in_memory(url: str, shown: Path) -> None:
-    """Follow into tensors of this process; say after each what they are, so that a killed one has told the truth."""
+    """Follow into tensors of this process; report each checkpoint before the next, so that a kill loses no report."""
     state = first_state()
     with shown.open("a") as log:
         for found in ckptstore.open(url).follow(into=state, poll=0.02):
@@ -183,7 +183,7 @@ def _killed(process: subprocess.Popen[bytes]) -> None:
 
 
 def run(url: str, environment: dict[str, str], kills: int, folder: Path, seed: int = 0, pause: float = 0.03) -> Result:
-    """Raises `WrongError`."""
+    """Run and kill followers. Raises `WrongError`."""
     numbers, result = random.Random(seed), Result()
     told, shown, stop, file = folder / "told", folder / "shown", folder / "stop", folder / "followed.safetensors"
     shown.touch()
@@ -195,7 +195,7 @@ def run(url: str, environment: dict[str, str], kills: int, folder: Path, seed: i
             kind = "file" if kill % 2 else "memory"
             before = _progress(shown, file)
             follower = _follower(kind, url, file, shown, environment)
-            if numbers.random() < 0.8:  # the others die at any moment of their beginning
+            if numbers.random() < 0.8:  # the others die at any moment of their start
                 wanted = 1 + numbers.randrange(3)
                 _wait_for(lambda: _progress(shown, file) - before >= wanted, follower)  # noqa: B023  # called here
             time.sleep(numbers.random() * 0.8)
@@ -223,7 +223,7 @@ def _follower(kind: str, url: str, file: Path, shown: Path, environment: dict[st
 
 
 def _progress(shown: Path, file: Path) -> int:
-    """Grows when something was handed over."""
+    """A number that grows with each checkpoint that a follower shows."""
     return shown.read_bytes().count(b"\n") + _replaced(file)
 
 
@@ -231,7 +231,7 @@ _files: dict[int, int] = {}
 
 
 def _replaced(file: Path) -> int:
-    """How many different files were seen under the name."""
+    """How many different files have had this name."""
     with contextlib.suppress(FileNotFoundError):
         _files.setdefault(file.stat().st_ino, len(_files))
     return len(_files)
@@ -243,12 +243,12 @@ def _wait_for(done: Any, process: subprocess.Popen[bytes]) -> None:
         if time.monotonic() > end or process.poll() not in (None, 0):
             assert process.stderr is not None
             process.kill()
-            raise WrongError(f"waited in vain: {process.stderr.read().decode()[-2000:]}")
+            raise WrongError(f"timed out: {process.stderr.read().decode()[-2000:]}")
         time.sleep(0.02)
 
 
 def _digests(told: Path) -> dict[str, set[str]]:
-    """REF -> what it may be: a step that was rolled back before it was saved is taken anew."""
+    """REF -> its possible digests: a step that was rolled back before its save is taken again."""
     found: dict[str, set[str]] = {}
     for line in told.read_text().splitlines():
         ref, text = line.split()
@@ -269,7 +269,7 @@ def check(told: Path, shown: Path, file: Path, result: Result) -> None:
     wanted = _digests(told)
     for line in shown.read_text().splitlines():
         if len(words := line.split()) != 4:
-            continue  # killed in the middle of it
+            continue  # killed while it wrote the line
         if words[1] not in wanted.get(words[0], ()):
             raise WrongError(f"followed into memory: {words[0]} is not what the run saved")
     if file.exists():
@@ -280,7 +280,7 @@ def check(told: Path, shown: Path, file: Path, result: Result) -> None:
 
 
 def _finish(url: str, environment: dict[str, str], told: Path, shown: Path, file: Path, result: Result) -> None:
-    """Both kinds of follower come to the newest checkpoint."""
+    """Both kinds of follower reach the newest checkpoint."""
     with _environment(environment):
         store = ckptstore.open(url)
         newest = store.checkpoint()
@@ -300,7 +300,7 @@ def _finish(url: str, environment: dict[str, str], told: Path, shown: Path, file
             follower.communicate()
     check(told, shown, file, result)
     if _file_digest(file) != (newest.ref, truth) or _last(shown)[:2] != [newest.ref, truth]:
-        raise WrongError(f"a follower ended with something else than {newest.ref}")
+        raise WrongError(f"a follower did not end with {newest.ref}")
     for line in shown.read_text().splitlines():
         if len(words := line.split()) == 4:
             result.seen.add(words[0])
@@ -331,7 +331,7 @@ def _environment(more: dict[str, str]) -> Iterator[None]:
 @click.option("--role", hidden=True)
 @click.argument("words", nargs=-1)
 def main(kills: int, s3: bool, seed: int, role: str | None, words: tuple[str, ...]) -> None:
-    """Kill followers of a run, and compare what they show with it."""
+    """Kill followers of a run, and compare their checkpoints with it."""
     if role == "write":
         write(words[0], Path(words[1]), Path(words[2]), float(words[3]), int(words[4]))
         return

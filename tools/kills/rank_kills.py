@@ -1,16 +1,16 @@
-"""SIGKILL of ranks that save together, at every named crash point and at random: what was acknowledged is there.
+"""SIGKILL of ranks that save together, at every named crash point and at random: acknowledged checkpoints survive.
 
     python -m tools.kills.rank_kills --kills 200
 
-Each life is a group of 2 to 4 processes over a TCPStore that lives in a process of its own, as under torchrun, or in
-rank 0, as under mpirun. One rank is killed, or rank 0, or all, or the store's host. Then:
+Each life is a group of 2 to 4 processes over a TCPStore. The TCPStore is hosted by a separate process, as under
+torchrun, or by rank 0, as under mpirun. One rank is killed, or rank 0, or all, or the TCPStore's host. Then:
 
-- what any rank was told of is in the store, and every rank's own state of it is restored bit for bit; a process that is
-  no rank has what each of them had, though their keys come in different orders;
-- what a rank was told has failed is not in the store (unless it was told that nobody knows);
+- a checkpoint that was acknowledged to any rank is in the store, and every rank's own state of it is restored bit for
+  bit; a process that is no rank restores the states of all ranks, though their keys come in different orders;
+- a checkpoint that was reported to a rank as failed is not in the store (unless the outcome was reported as unknown);
 - a kill costs a rank at most the saves in flight (`max_in_flight`), and the steps of one batch;
-- nobody hangs, and who lives on gets an error of ours;
-- the next group, of whatever size, agrees on one term and one parent, which is the newest checkpoint, and goes on.
+- no rank hangs, and each surviving rank gets an error of ours;
+- the next group, of any size, agrees on one term and one parent, the newest checkpoint, and continues.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["POINTS", "Life", "Sweep", "live", "sweep"]
 
 OPTIONS: Final = RankOptions(timeout=2.0, per_rank="rng")
 _PATIENCE: Final = 150.0
-"""Seconds for a whole life: many, because the machine may be busy with other things."""
+"""Timeout of a whole life in seconds: long, because the machine may be busy."""
 _STEPS: Final = 6
 _IN_FLIGHT: Final = 2
 _CONNECT: Final = timedelta(seconds=15)
@@ -68,7 +68,7 @@ _ANY: Final = (
 )
 _ANY_OF_DIFFS: Final = ("ranks.coded", "ranks.shared")
 _COMMITTER_OF_DIFFS: Final = ("ranks.ordered", "ranks.ended", "ranks.states")
-"""Passed only where steps are stored as step diffs."""
+"""Crash points that are passed only if steps are stored as step diffs."""
 _COMMITTER: Final = (
     "open.created",
     "ranks.opened",
@@ -83,16 +83,16 @@ _COMMITTER: Final = (
 )
 _RANK_0: Final = (*_ANY, *_ANY_OF_DIFFS, *_COMMITTER, *_COMMITTER_OF_DIFFS)
 POINTS: Final = ("ranks.joined", *_RANK_0, *_ANY, *_ANY_OF_DIFFS)
-"""What any rank passes comes twice: rank 0 dies there, and another."""
+"""Each crash point of any rank comes twice: once rank 0 dies there, once another."""
 _ONCE: Final = ("ranks.joined", "ranks.opened", "ranks.heard", "open.created")
-"""Passed once in a life."""
+"""Crash points that are passed once in a life."""
 _ADAM: Final = optim.AdamW(weight_decay=0.1)
 _MOVED: Final = (37, 11)
 
 
 @cache
 def _trained(term: int, step: int) -> tuple[tuple[np.ndarray[Any, Any], ...], np.ndarray[Any, Any]]:
-    """A parameter and its moments after so many steps, and the gradient of the last; nobody may change them."""
+    """A parameter and its moments after `step` steps, and the gradient of the last; do not change them."""
     if not step:
         start = np.random.default_rng([term, 77]).standard_normal(_MOVED).astype("<f4")
         return (start, np.zeros(_MOVED, "<f4"), np.zeros(_MOVED, "<f4")), np.zeros(_MOVED, "<f4")
@@ -108,7 +108,7 @@ def _numbers(step: int) -> optim.Step:
 
 
 def state_of(term: int, step: int, rank: int) -> dict[str, Any]:
-    """What `rank` has after `step`, shards whole."""
+    """The state of `rank` after `step`, shards whole."""
     chance = np.random.default_rng([term, step])
     (weight, m, v), _ = _trained(term, step)
     return {
@@ -124,7 +124,7 @@ def state_of(term: int, step: int, rank: int) -> dict[str, Any]:
 
 
 def _stage(term: int, step: int, rank: int) -> np.ndarray[Any, Any]:
-    """What this rank alone has."""
+    """The tensors that only this rank has."""
     return np.full(7 + rank, 1000 * term + step)
 
 
@@ -153,15 +153,15 @@ def _updates_of(term: int, step: int, rank: int, size: int) -> list[Update]:
 
 @dataclass(slots=True)
 class Life:
-    """What became of one group.
+    """The outcome of one group.
 
     Attributes:
         opened: (term, parent) by rank.
-        acknowledged, failed: (term, step) that some rank was told of, was told has failed for sure.
-        doubted: (term, step) that some rank was told of that nobody knows.
+        acknowledged, failed: (term, step) that was acknowledged to some rank, or reported to it as surely failed.
+        doubted: (term, step) whose outcome was reported to some rank as unknown.
         given: by rank: (term, step) whose `save_async` had returned.
         killed: ranks that died by SIGKILL.
-        errors: what the others raised, by name.
+        errors: the errors of the others, by name.
     """
 
     opened: dict[int, tuple[int, int | None]] = field(default_factory=dict)
@@ -175,16 +175,16 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Doom:
-    """Who dies, and when.
+    """Which ranks die, and when.
 
     Attributes:
-        victims: ranks; -1 is the store's host.
+        victims: ranks; -1 is the TCPStore's host.
         point: where, the `count`-th time; None: `seconds` after the beginning.
-        hosted: the store lives in rank 0.
-        others: all others are killed so many seconds after the first death, as a scheduler does; None: they live on.
-        deltas: what the writers are opened with.
+        hosted: rank 0 hosts the TCPStore.
+        others: all others are killed so many seconds after the first death, as by a scheduler; None: they survive.
+        deltas: the writers' option.
         diffs: how many step diffs are written at once; None: none are made.
-        bounded: with as little memory as may be.
+        bounded: with the smallest memory budget.
     """
 
     victims: tuple[int, ...]
@@ -199,7 +199,7 @@ class Doom:
 
     @property
     def writer(self) -> dict[str, Any]:
-        """What the writers are opened with."""
+        """The options of the writers."""
         diffs = None if self.diffs is None else ckptstore.DiffOptions(full_every=4, batch=self.diffs, seconds=0.2)
         memory = LEAST if self.bounded else None
         return {"deltas": self.deltas, "diffs": diffs, "memory": memory, "max_in_flight": _IN_FLIGHT}
@@ -211,7 +211,7 @@ class Doom:
 
 
 def _forked(work: Callable[[int], None]) -> tuple[int, int]:
-    """Run `work(pipe)` in a process -> its pid, and where it writes to."""
+    """Run `work(pipe)` in a process -> its pid, and the reading end of the pipe."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -220,7 +220,7 @@ def _forked(work: Callable[[int], None]) -> tuple[int, int]:
     status = 1
     try:
         os.close(reading)
-        signal.alarm(int(_PATIENCE) + 20)  # whatever becomes of the harness
+        signal.alarm(int(_PATIENCE) + 20)  # even if the harness dies
         work(writing)
         status = 0
     except BaseException:  # noqa: BLE001
@@ -238,7 +238,7 @@ def _host(pipe: int) -> None:
 
 
 def _rank(root: Path, rank: int, size: int, port: int, doom: Doom, steps: int) -> Callable[[int], None]:
-    """One rank's life: it opens, saves, and says what it was told."""
+    """One rank's life: it opens, saves, and reports every outcome."""
 
     def work(pipe: int) -> None:
         import torch.distributed as dist
@@ -252,7 +252,7 @@ def _rank(root: Path, rank: int, size: int, port: int, doom: Doom, steps: int) -
         if doom.point is not None and rank in doom.victims:
             crash_points.arm(doom.point, doom.count)
         if port:
-            try:  # torch itself connects again and again, for as long as it is told
+            try:  # torch itself retries the connection until the timeout
                 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_CONNECT)
             except RuntimeError as error:
                 say(f"error {type(error).__name__}")
@@ -298,16 +298,16 @@ def _rank(root: Path, rank: int, size: int, port: int, doom: Doom, steps: int) -
 
 def _say_failure(say: Callable[[str], None], term: int, step: int, error: CkptError) -> None:
     say(f"error {type(error).__name__}")
-    # What stopped the writer before may be raised again for a step that was never tried.
+    # The error that stopped the writer may be raised again for a step that was never tried.
     known = not isinstance(error, CommitUnknownError | FencedError)
     say(f"{'failed' if known else 'doubted'} {term} {step}")
 
 
 def live(root: Path, size: int, doom: Doom, steps: int = _STEPS) -> Life:
-    """One group's life in the store at `root`.
+    """Run one group's life in the store at `root`.
 
     Raises:
-        Violation: a rank hangs, or ends with something that is no error of ours.
+        Violation: a rank hangs, or ends with an error that is not one of ours.
     """
     pids: dict[int, int] = {}
     pipes: dict[int, int] = {}
@@ -377,10 +377,10 @@ def _note(life: Life, rank: int, text: str) -> None:
 
 
 def check(root: Path, life: Life, size: int, promised: set[tuple[int, int]], cost: int | None = None) -> int:
-    """Compare a store with what its ranks were told -> how many checkpoints were restored.
+    """Compare a store with the reports of its ranks -> how many checkpoints were restored.
 
     Args:
-        cost: how many saves a kill may cost a rank; None: as many as there are.
+        cost: how many saves a kill may cost a rank; None: any number.
 
     Raises:
         Violation: a promise is broken.
@@ -396,7 +396,7 @@ def check(root: Path, life: Life, size: int, promised: set[tuple[int, int]], cos
     if lost := promised - found.keys():
         raise Violation(f"acknowledged and lost: {sorted(lost)}")
     if lied := life.failed & found.keys():
-        raise Violation(f"said to have failed, and there: {sorted(lied)}")
+        raise Violation(f"reported as failed, but in the store: {sorted(lied)}")
     for rank, given in life.given.items():
         if cost is not None and len(lost := given - found.keys() - life.failed - life.doubted) > cost:
             raise Violation(f"rank {rank} had given {sorted(lost)}, which are lost: more than {cost}")
@@ -428,15 +428,15 @@ def _compare(one: Any, other: Any, where: str) -> None:
 
 @dataclass(slots=True)
 class Sweep:
-    """What was killed, and what came of it.
+    """Counts of a sweep.
 
     Attributes:
-        kills: ranks that died by SIGKILL, and hosts of the store; without those killed because another had died.
+        kills: ranks that died by SIGKILL, and hosts of the TCPStore; without those killed because another had died.
         lives: groups.
-        points: crash point, or ``random`` -> how many of those died there.
-        acknowledged: checkpoints that some rank was told of.
+        points: crash point, or ``random`` -> how many died there.
+        acknowledged: checkpoints that were acknowledged to some rank.
         restored: checkpoints restored and compared.
-        errors: what those who lived on raised.
+        errors: errors of the survivors.
     """
 
     kills: int = 0
@@ -449,7 +449,7 @@ class Sweep:
 
 def _doom(chance: random.Random, number: int, size: int) -> Doom:
     doom = _any_doom(chance, number, size)
-    # Every other group has a budget of memory; deltas and diffs at once cannot have one.
+    # Every other group has a memory budget; deltas and diffs together cannot have one.
     return replace(doom, bounded=number % 2 == 1 and (doom.deltas is None or doom.diffs is None))
 
 
@@ -465,7 +465,7 @@ def _any_doom(chance: random.Random, number: int, size: int) -> Doom:
     victim = 0 if 0 < place <= len(_RANK_0) else chance.randrange(1, size)
     if point in _ANY_OF_DIFFS or point in _COMMITTER_OF_DIFFS:
         diffs = 3 if point in ("ranks.states", "ranks.ended") else chance.choice([1, 3])
-    # A batch that is full needs no end between two steps, and few are written in a life.
+    # A full batch needs no end between two steps, and few batches are written in a life.
     most = 1 if point in _ONCE or point in ("ranks.ended", "ranks.states") else 3 if point == "ranks.shared" else 5
     return Doom((victim,), point, chance.randint(1, most), 0.0, hosted, others, deltas, diffs)
 
@@ -481,7 +481,7 @@ def sweep(
     Raises:
         Violation: a promise is broken; names seed and life.
     """
-    import torch.distributed  # noqa: F401  # once, before the forks; and what a rank needs
+    import torch.distributed  # noqa: F401  # once, before the forks; includes the modules of a rank
 
     import ckptstore.frameworks.torch_ranks
     import ckptstore.write.ranks.rank_writer_factory
@@ -521,7 +521,7 @@ def sweep(
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -539,7 +539,7 @@ def main() -> None:
     print(f"{done.acknowledged} checkpoints acknowledged, none lost; {done.restored} restored and compared")
     for point, count in sorted(done.points.items()):
         print(f"  {point:24} {count}")
-    print("what the others were told: " + ", ".join(f"{name} {count}" for name, count in done.errors.most_common()))
+    print("errors of the others: " + ", ".join(f"{name} {count}" for name, count in done.errors.most_common()))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,15 @@
     python -m tools.kills.tier_kills --kills 200
     python -m tools.kills.tier_kills --kills 60 --remote s3        # ministack; s3-memory: a server that is faster
 
-Each life is a process on one of two machines (folders) that continues the run and saves every step, with a drain to one
-remote; or a ``sync`` of a machine whose writer is dead. It is killed at a random moment, or at one of the crash points
-that it passes. Then the machine's disk may be deleted, or the other machine goes on. Always:
+Each life is a process on one of two machines (folders). It continues the run and saves every step, with a drain to one
+remote; or it runs ``sync`` on a machine whose writer is dead. It is killed at a random moment, or at one of the crash
+points that it passes. Then the machine's disk may be deleted, or the other machine continues. Always:
 
-- a life continues with a state that is, bit for bit, what training gives at its step;
-- it is not behind what the remote has acknowledged; nor, on the machine that wrote last, behind what that has;
-- a machine whose disk is deleted gets a checkpoint from the remote alone, bit for bit, and no further behind its last
-  acknowledged one than the lag that was reported before;
+- a life continues with a state that is, bit for bit, the result of training at its step;
+- that state is not behind the acknowledgements of the remote; on the machine that wrote last it is not behind that
+  machine's own acknowledgements either;
+- a machine whose disk is deleted restores a checkpoint from the remote alone, bit for bit; it is behind the machine's
+  last acknowledged one by no more than the lag that was reported before;
 - in the end the remote has every checkpoint that it acknowledged, its history is whole, and every checkpoint that a
   machine acknowledged, and whose disk was not deleted, can be loaded there.
 """
@@ -44,18 +45,18 @@ from tools.objects.fast_server import serving_fast
 from tools.objects.server import serving
 
 Work: TypeAlias = Callable[[str, str, dict[str, Any], Callable[[str], None]], None]
-"""What a process does: folder, remote, its options, and how it says something."""
+"""A process of a life: folder, remote, its options, and the function that reports."""
 
 __all__ = ["POINTS", "Campaign", "campaign", "state_at"]
 
 POINTS: Final = (*TIER_POINTS, "commit.created", "commit.acknowledged", "save.sealed", "open.created", "open.verified")
 _LONGEST: Final = 0.5
-"""Seconds of a life, at most, once it saves."""
+"""Longest duration of a life in seconds, from its first save."""
 _OUT_OF_TIME: Final = 60.0
 
 
 def state_at(step: int) -> dict[str, Any]:
-    """What training gives at a step."""
+    """The training state at a step."""
     chance = np.random.default_rng(step)
     return {"weight": chance.normal(0, 1, 3000).astype("<f4"), "step": step}
 
@@ -104,7 +105,7 @@ def _lag(folder: str, remote: str, options: dict[str, Any], say: Callable[[str],
 
 
 def _restore(folder: str, remote: str, options: dict[str, Any], say: Callable[[str], None]) -> None:
-    """On a machine that has nothing: what the remote gives."""
+    """On an empty machine: restore from the remote."""
     store = ckptstore.open(folder, remote=remote, remote_options=options)
     newest = store.latest_step()
     if newest is not None and not _same(store.load(framework="numpy")):
@@ -117,13 +118,13 @@ class Campaign:
     """Lives of one run on two machines.
 
     Attributes:
-        root: their folders are in it.
+        root: contains their folders.
         remote, options: the remote store.
         seen: how often each kind of event happened.
         local: refs that each machine acknowledged and has not lost with its disk.
         drained: refs that the remote acknowledged.
         kills: lives that were killed.
-        behind: of each lost disk, how many steps the remote was behind what that machine had acknowledged.
+        behind: of each lost disk, how many steps the remote was behind that machine's acknowledgements.
     """
 
     root: Path
@@ -138,7 +139,7 @@ class Campaign:
     _told: Counter[str] = field(default_factory=Counter)
 
     def life(self, chance: random.Random) -> None:
-        """Live once, and be killed. Raises `Violation`."""
+        """Run one life, and kill it. Raises `Violation`."""
         machine = self._last if self._last and chance.random() < 0.75 else chance.choice("ab")
         folder = self.root / machine
         syncs = self._last == machine and (folder / "FORMAT").exists() and chance.random() < 0.25
@@ -195,7 +196,7 @@ class Campaign:
                 raise Violation(f"step {newest} was acknowledged, the lag was {reported[0]}, and {found} came back")
 
     def _asked(self, work: Work, machine: str, word: str) -> tuple[int, ...] | None:
-        """The numbers that a process says, which nobody kills; None: it says none."""
+        """The numbers that an undisturbed process reports; None: it reports none."""
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -218,7 +219,7 @@ class Campaign:
             warnings.simplefilter("ignore", ckptstore.BranchWarning)
             if point:
                 arm(point, count)
-                # A drain that is behind passes few points; training for ever would pass none.
+                # A slow drain passes few points; endless training would pass none.
                 threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
             work(lambda text: os.write(writing, f"{text}\n".encode()) and None)
             code = 0
@@ -234,7 +235,7 @@ class Campaign:
             raise Violation(f"step {newest} was acknowledged, and a life on {machine} begins with {step}")
 
     def _reachable(self, machine: str) -> set[str]:
-        """What a life on a machine may not be behind: of the newest term that anybody heard of."""
+        """The step that a life on a machine must reach: of the newest term that was reported."""
         known = self.drained | (self.local[machine] if self._last == machine else set())
         newest = max((node_of(ref)[0] for ref in known), default=0)
         return {ref for ref in known if node_of(ref)[0] == newest}
@@ -249,10 +250,10 @@ class Campaign:
             case ["synced", count]:
                 self.seen["drained by sync"] += int(count)
             case _:
-                raise Violation(f"a life on {machine} ended by itself: {' '.join(words)}")
+                raise Violation(f"a life on {machine} ended without a kill: {' '.join(words)}")
 
     def close(self) -> None:
-        """Look at every checkpoint. Raises `Violation`."""
+        """Check every checkpoint. Raises `Violation`."""
         theirs = ckptstore.open(self.remote, storage_options=self.options or None)
         there = {info.ref for info in theirs.checkpoints()}
         if missing := self.drained - there:
@@ -266,7 +267,7 @@ class Campaign:
             ours = ckptstore.open(self.root / machine, remote=False)
             here = {info.ref for info in ours.checkpoints()}
             if lost := refs - here - there:
-                raise Violation(f"{machine} acknowledged, and nobody has: {sorted(lost)}")
+                raise Violation(f"{machine} acknowledged, and no tier has: {sorted(lost)}")
             self.seen["kept as a branch"] += len(here - there)
             for ref in here:
                 if not _same(ours.load(ref, framework="numpy")):
@@ -277,25 +278,25 @@ class Campaign:
 
 
 def _warm_up() -> None:
-    """Do what a process does once (imports, compiled kernels), so that not every life does it."""
+    """Do the one-time work (imports, compiled kernels), so that lives do not repeat it."""
     with ckptstore.open("memory://tier-kills").writer(deltas=4) as writer:
         for step in range(1, 4):
             writer.save(state_at(step), step)
 
 
 def campaign(root: Path, remote: str, options: dict[str, Any], kills: int, seed: int) -> Campaign:
-    """Kill so often. Raises `Violation`."""
+    """Kill `kills` times. Raises `Violation`."""
     chance = random.Random(seed)
     _warm_up()
     one = Campaign(root, remote, options)
-    while one.kills < kills:  # some lives pass the point at which they are to be killed less often than that
+    while one.kills < kills:  # some lives pass their point less often than planned
         one.life(chance)
     one.close()
     return one
 
 
 def main() -> int:
-    """What ``python -m`` runs."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--remote", choices=("local", "s3", "s3-memory"), default="local")

@@ -1,4 +1,4 @@
-"""A run for weeks, in short: a trainer that saves every step under rules of retention, upkeep and readers beside it.
+"""A short version of a run for weeks: a trainer that saves every step under retention rules, with upkeep and readers.
 
-`python -m tools.long_run --help`. The set that is promised in the end is worked out here, not by the product.
+`python -m tools.long_run --help`. The set of checkpoints promised at the end is computed here, not by the product.
 """

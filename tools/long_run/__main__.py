@@ -19,7 +19,7 @@ from tools.objects.server import serving
 
 @contextmanager
 def _place(url: str | None) -> Iterator[str]:
-    """Where the store is made: as given, in a folder that goes afterwards, or (``s3``) with a server of our own."""
+    """Where the store is made: as given, in a temporary folder, or (``s3``) on a server of our own."""
     with tempfile.TemporaryDirectory(prefix="ckptstore-long-run-") as folder:
         if url != "s3":
             yield url or str(Path(folder) / "store")
@@ -40,10 +40,10 @@ def _place(url: str | None) -> Iterator[str]:
 )
 @click.option("--pause", default=1.0, show_default=True, help="Seconds between two rounds of prune, compact and gc.")
 def main(steps: int, seconds: float | None, url: str | None, out: Path, pause: float, batch: int) -> None:
-    """Train and save under rules of retention, with upkeep and two readers beside, and check what is left.
+    """Train and save with retention rules, beside upkeep and two readers, and check the remaining checkpoints.
 
     Writes report.json, sizes.csv and sizes.png to OUT. Ends with 0 only if exactly the promised set is there, bit for
-    bit, and no reader ever saw anything else than what was saved.
+    bit, and no reader ever restored anything except saved states.
 
     \b
     python -m tools.long_run --steps 5000

@@ -1,4 +1,4 @@
-"""The processes beside the trainer: readers that restore what is there, and upkeep: prune, gc, compaction."""
+"""The processes beside the trainer: readers that restore checkpoints, and upkeep: prune, gc, compaction."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["keep_up", "read_on"]
 
 _COMPACT_EVERY = 5
 _AT_LEAST = 2
-"""Checkpoints that each reader restores, however late it comes: a short run may be over before it has begun."""
+"""Checkpoints that each reader restores, however late it starts: a short run may end before the readers begin."""
 
 
 def read_on(url: str, out: Path, number: int) -> None:
-    """Restore whatever is live, at random, until the file ``stop`` is there; a wrong bit ends it with an error.
+    """Restore random live checkpoints until the file ``stop`` exists; a wrong bit ends it with an error.
 
     Writes ``reader-N.json``: how many were restored, of how many steps, and how many were retired before they could be.
     """
@@ -52,7 +52,7 @@ def read_on(url: str, out: Path, number: int) -> None:
 
 
 def keep_up(url: str, out: Path, pause: float) -> None:
-    """Prune by the store's rules, collect, compact now and then, and measure, until ``stop`` is there; once at least.
+    """Prune by the store's rules, collect, compact now and then, and measure, until ``stop`` exists; at least once.
 
     Writes ``sizes.jsonl``: seconds, newest step, checkpoints, bytes and number of segments, slots, objects of all.
     """

@@ -9,7 +9,7 @@ __all__ = ["plot"]
 
 
 def plot(table: Path, picture: Path) -> None:
-    """From ``sizes.csv`` to a picture (its suffix says which kind)."""
+    """Plot ``sizes.csv`` as a picture (its suffix decides the format)."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""What the trainer wrote down, and which of it the rules promise: a few lines that know nothing of the product's."""
+"""The trainer's records, and the part that the rules promise: a few lines that are independent of the product."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Saved:
-    """A line of the trainer's: written before the save is asked for."""
+    """A line of the trainer's records: written before the save is called."""
 
     step: int
     digest: str
@@ -37,7 +37,7 @@ class Saved:
 
 
 def read_saved(path: Path) -> dict[int, Saved]:
-    """By step. The last line may be cut."""
+    """The records by step. The last line may be incomplete."""
     if not path.exists():
         return {}
     lines = path.read_text().split("\n")[:-1]
@@ -45,7 +45,7 @@ def read_saved(path: Path) -> dict[int, Saved]:
 
 
 def promised(saved: Iterable[Saved], rules: Rules) -> set[int]:
-    """The steps that have to be there, of one term in which all these were saved."""
+    """The steps that must exist, of one term in which all these were saved."""
     ascending = sorted(saved, key=lambda one: one.step)
     rated = sorted(ascending, key=lambda one: (one.loss, -one.step))
     found = {one.step for one in (*ascending[-rules.last :], *ascending[-1:], *rated[: rules.best])}
@@ -53,7 +53,7 @@ def promised(saved: Iterable[Saved], rules: Rules) -> set[int]:
 
 
 def digest(state: Any) -> str:
-    """Of every bit of a state: of the form, the numbers, and the bytes of its tensors."""
+    """The digest of every bit of a state: of the form, the numbers, and the bytes of its tensors."""
     total = hashlib.sha256()
 
     def take(name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Starts the processes, waits for the trainer, and checks what is left."""
+"""Starts the processes, waits for the trainer, and checks the remaining checkpoints."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["MOST_SLOTS", "READERS", "check", "supervise"]
 
 READERS = 2
 MOST_SLOTS = 1024 + 512
-"""Slots of the log that a store of few checkpoints keeps at most: those since the anchor before, and until a fold."""
+"""Most log slots of a store with few checkpoints: those since the previous anchor, and until a fold."""
 
 
 def supervise(
     url: str, out: Path, *, steps: int, seconds: float | None, rules: Rules, pause: float, batch: int = 10
 ) -> dict[str, Any]:
-    """Run it -> what was seen; raises `AssertionError` if anything is not as it was promised.
+    """Run it -> the observations; raises `AssertionError` if a promise is broken.
 
     Args:
-        url: a folder or URL where nothing is; the environment says how to reach it.
-        out: an empty folder for what is written down.
-        seconds: after which the trainer ends; None: when it has done its steps.
+        url: an empty folder or URL; the environment says how to reach it.
+        out: an empty folder for the records.
+        seconds: after which the trainer ends; None: after its steps.
         pause: seconds between two rounds of upkeep.
         batch: steps that one record of the log commits.
     """
@@ -63,7 +63,7 @@ def supervise(
 
 
 def check(url: str, out: Path, rules: Rules) -> dict[str, Any]:
-    """Exactly the promised set, every one as the trainer wrote it down -> what else is to be told."""
+    """Check that exactly the promised set exists, each as the trainer recorded it -> further observations."""
     saved = read_saved(out / "saved.jsonl")
     store = ckptstore.open(url)
     store.gc()
@@ -101,11 +101,13 @@ def check(url: str, out: Path, rules: Rules) -> dict[str, Any]:
 
 
 def _compare(store: ckptstore.Store, wanted: Set[int], saved: Mapping[int, Any]) -> dict[int, ckptstore.CheckpointInfo]:
-    """Exactly the wanted steps are there, every one as it was written down -> them."""
+    """Check that exactly the wanted steps exist, each as it was recorded -> them."""
     there = {info.step: info for info in store.checkpoints()}
     assert there.keys() == wanted, f"too many: {sorted(there.keys() - wanted)}, gone: {sorted(wanted - there.keys())}"
     for step, info in there.items():
-        assert digest(store.load(info.ref, framework="numpy")) == saved[step].digest, f"step {step} is another state"
+        assert digest(store.load(info.ref, framework="numpy")) == saved[step].digest, (
+            f"step {step} differs from the recorded one"
+        )
     return there
 
 

@@ -44,7 +44,7 @@ class _Run:
 
 
 def train(url: str, out: Path, steps: int, seconds: float | None, rules: Rules, batch: int) -> None:
-    """Train and save, so many steps in a record; at most so many. What is saved is written to `out` first."""
+    """Train and save at most `steps` steps, `batch` in a record. Each save is noted in `out` first."""
     torch.set_num_threads(1)
     run, end = _Run(), None if seconds is None else time.monotonic() + seconds
     store = ckptstore.open(url, create=True)

@@ -35,20 +35,20 @@ QUICK: Final = (
     "ckptstore/log/pins.py*",
     "ckptstore/log/requests.py*",
 )
-"""Modules whose first test file takes seconds: the sample of ``--quick`` comes from these; who lives meets the others.
-(Not from their syncs: it takes a crash to miss one.)"""
+"""Modules whose first test file takes seconds: the sample of ``--quick`` comes from these; survivors run against the
+other files. (Syncs are excluded: only a crash shows a missing one.)"""
 QUICK_SITES: Final = 4
 ROUNDS: Final = (3, None)
 QUICK_ROUNDS: Final = (1, None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 1 if a mutant survives."""
+    """Run the command; returns the exit status: 1 if a mutant survives."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", metavar="GLOB", help="sites whose name matches (see --list)")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants on trial at once; each wants a core")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants tried at once; each needs a core")
     parser.add_argument("--list", action="store_true", help="show the sites, run nothing")
     parser.add_argument("--quick", action="store_true", help=f"a sample of {QUICK_SITES} sites, under a minute")
     parser.add_argument("--ordinary", type=int, metavar="N", help="try N ordinary mutants instead")
@@ -105,11 +105,11 @@ def _literal(pattern: str) -> str:
 
 
 def run(sites: Sequence[Site], jobs: int, rounds: Sequence[int | None] = ROUNDS) -> list[Verdict]:
-    """Try `sites` on `jobs` copies of the tree, and say how it goes.
+    """Try `sites` on `jobs` copies of the tree, and report progress.
 
     Args:
-        rounds: how many test files each mutant meets, those that concern it most; who survives a round meets more in
-            the next. None: all.
+        rounds: how many test files each mutant runs against, the most relevant first; survivors of a round run against
+            more in the next. None: all.
     """
     verdicts: dict[str, Verdict] = {}
     left = list(sites)
@@ -121,7 +121,7 @@ def run(sites: Sequence[Site], jobs: int, rounds: Sequence[int | None] = ROUNDS)
             left = [site for site in left if verdicts[site.name].outcome == "survived"]
             if not left:
                 break
-            print(f"{len(left)} of {len(sites)} live after round {number} of {len(rounds)}", flush=True)
+            print(f"{len(left)} of {len(sites)} survive after round {number} of {len(rounds)}", flush=True)
     return [verdicts[site.name] for site in sites]
 
 

@@ -1,7 +1,7 @@
-"""A copy of the tree in which things may be broken, laid out so that ``import ckptstore`` finds it.
+"""A copy of the tree in which code may be broken, laid out so that ``import ckptstore`` finds it.
 
 ``cli/`` and ``formats/`` are ``ckptstore.cli`` and ``ckptstore.formats`` by a mapping in pyproject.toml, which an
-editable install resolves to the repository. The copy is what a real install would be: both folders lie inside
+editable install resolves to the repository. The copy has the layout of a real install: both folders lie inside
 ``ckptstore/``, and links beside it keep the paths that tests use. With the copy in front of ``PYTHONPATH``, also for
 the processes that tests start, nothing of the repository itself is imported.
 """
@@ -42,14 +42,15 @@ class Copy:
         self._now = max((path.stat().st_mtime_ns for path in folder.rglob("*.py")), default=0)
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of processes that shall import the copy."""
-        # Kernels in numpy: compiled ones would be compiled for every mutant. Tests of the latter ask for them.
+        """Environment variables of processes that import the copy."""
+        # Kernels in numpy: compiled ones would be compiled for every mutant. Tests of compiled kernels request them.
         own = {"PYTHONPATH": str(self.root), "CKPTSTORE_MUTANTS": "1", "CKPTSTORE_KERNELS": "numpy"}
-        ours = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}  # a report, say
+        # A report of numba, for example.
+        ours = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
         return ours | own
 
     def write(self, path: str, data: bytes) -> None:
-        """Change one file. Python takes the change up: the time is new, which cached byte code is checked by."""
+        """Write one file. Python notices the change: cached byte code is checked by the time of the file."""
         target = self.root / path
         target.write_bytes(data)
         self._now += 2_000_000_000
@@ -57,7 +58,7 @@ class Copy:
 
 
 def _files(source: Path) -> list[Path]:
-    """What belongs to the tree, relative to it: git's word, or every file of its rooms."""
+    """The files of the tree, relative to it: from git, or every file of its rooms."""
     try:
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

@@ -1,4 +1,4 @@
-"""Which ordinary mutants are tried: a seeded draw from chosen modules, or from those that changed."""
+"""Chooses the ordinary mutants to try: a seeded draw from given modules, or from changed ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["changed_since", "draw", "modules_of"]
 
 
 def modules_of(root: Path, patterns: Sequence[str]) -> list[str]:
-    """The Python files of the rooms, relative to `root`, that some of `patterns` fit.
+    """The Python files of the rooms, relative to `root`, that match some of `patterns`.
 
     Raises:
-        LookupError: a pattern fits none.
+        LookupError: a pattern matches none.
     """
     every = [path.relative_to(root).as_posix() for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
     for pattern in patterns:
@@ -29,10 +29,10 @@ def modules_of(root: Path, patterns: Sequence[str]) -> list[str]:
 
 
 def changed_since(root: Path, revision: str) -> list[str]:
-    """The Python files of the rooms that differ from what git has at `revision`, those not yet committed among them.
+    """The Python files of the rooms that differ from git's `revision`, including uncommitted changes.
 
     Raises:
-        LookupError: git does not know the revision, or the tree is none of git's.
+        LookupError: git does not know the revision, or the tree is no git repository.
     """
     commands = (
         ["git", "diff", "--name-only", "-z", "--end-of-options", revision, "--", *ROOMS],
@@ -54,7 +54,7 @@ def draw(
 ) -> list[Site]:
     """At most `count` mutants of `modules`, by file and place; the same ones for the same seed.
 
-    A mutant's lot depends on its own name alone, so that a change elsewhere does not draw others.
+    A mutant's lot depends only on its own name, so a change elsewhere does not draw others.
     """
     sites = without_equivalents(find_ordinary(root, modules), known)
     drawn = sorted(sites, key=lambda site: hashlib.sha256(f"{seed} {site.name}".encode()).digest())[:count]

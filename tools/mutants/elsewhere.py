@@ -1,6 +1,7 @@
-"""Which checks other processes come to that tests start, or fork: agents, ranks, commands, writers that are killed.
+"""Records the checks that a test's other processes reach: agents, ranks, commands, writers that are killed.
 
-They write it down, beside the number of a site the test that is running: pytest tells it to whoever is started.
+Each process writes the number of the site and the running test to a file; pytest passes the test's name to the
+processes that it starts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _told: set[tuple[int, ...]] = set()
 
 
 def note(*numbers: int) -> bool:
-    """This process has come to these sites. False, so that each condition keeps its value."""
+    """Note that this process has reached these sites. Returns False, so that each condition keeps its value."""
     place, test = os.environ.get(VARIABLE), os.environ.get("PYTEST_CURRENT_TEST")
     if place and test and numbers not in _told:
         _told.add(numbers)
@@ -32,7 +33,7 @@ def note(*numbers: int) -> bool:
         except OSError:  # no descriptor left, another user: some tests go that far
             return False
         try:
-            os.write(descriptor, line.encode())  # whole, also beside others
+            os.write(descriptor, line.encode())  # atomic, also beside others
         except OSError:
             pass
         finally:
@@ -41,7 +42,7 @@ def note(*numbers: int) -> bool:
 
 
 def noted(place: Path) -> Iterable[tuple[int, str]]:
-    """Each site's number, with a test during which another process came to it."""
+    """Each site's number, with a test during which another process reached it."""
     if place.exists():
         for line in place.read_text().splitlines():
             numbers, _, test = line.partition("\t")

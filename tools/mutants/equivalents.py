@@ -1,7 +1,7 @@
-"""Ordinary mutants that are the same program to everyone who may ask, each with the reason why.
+"""Ordinary mutants that behave exactly like the original program, each with the reason.
 
-They are named by module, function and text, not by line; a test holds that each still applies. What is listed here is
-not drawn. A mutant that a test could notice does not belong here, however unlikely the input.
+They are named by module, function and text, not by line; a test checks that each still applies. Mutants in this list
+are not drawn. A mutant that a test could notice does not belong here, however unlikely the input.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["EQUIVALENTS", "Equivalent", "without_equivalents"]
 
 @dataclass(frozen=True, slots=True)
 class Equivalent:
-    """One of them.
+    """One equivalent mutant.
 
     Attributes:
         path: the module, relative to the tree's root.
         where: the function or class.
-        source: what becomes of what, as `Site.source` says it.
-        reason: why nobody can tell.
+        source: the change, in the form of `Site.source`.
+        reason: why no test can notice it.
     """
 
     path: str
@@ -32,7 +32,7 @@ class Equivalent:
     reason: str
 
     def is_that(self, site: Site) -> bool:
-        """Whether this says it of `site` (and of its like in the same function)."""
+        """Whether this entry matches `site` (and others like it in the same function)."""
         return (self.path, self.where, self.source) == (site.path, site.where, site.source)
 
 

@@ -55,9 +55,9 @@ _TALKS: Final = frozenset({"warn", "remark", "TypeVar", "crash_point", "refuse"}
 _SYMMETRIC: Final = frozenset({"min", "max", "isinstance", "maximum", "minimum", "array_equal"})
 """Calls whose arguments can change places, or fail at once if they do."""
 _UNLIKE: Final = (ast.Starred, ast.Constant, ast.JoinedStr, ast.Lambda)
-"""Arguments that have the wrong type in the place of another one, which proves nothing."""
+"""Arguments that have the wrong type in another's place: swapping them proves nothing."""
 _TRUSTED: Final = frozenset({"strict", "stacklevel", "repr", "compare"})
-"""Keywords that assert, or change what people see."""
+"""Keywords that assert, or change only what people see."""
 _SHOWN: Final = 160
 """Characters of a site's `source`."""
 
@@ -68,7 +68,7 @@ def find_ordinary(root: Path, paths: Iterable[str]) -> list[Site]:
 
 
 def ordinary_in(path: str, source: bytes) -> list[Site]:
-    """The ordinary mutants of one file; their `source` says what becomes of what."""
+    """The ordinary mutants of one file; their `source` describes the change."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
     return numbered(finder.found)
@@ -84,7 +84,7 @@ class _Finder(ast.NodeVisitor):
         self.scopes: list[str] = []
         self.found: list[Site] = []
 
-    # -- what is looked at
+    # -- visited code
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:  # ast's name
         self.scopes.append(node.name)
@@ -104,7 +104,7 @@ class _Finder(ast.NodeVisitor):
             self._all([node.target, node.value])
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """What asserts is a test already."""
+        """An assertion is already a test."""
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         """Text for people."""
@@ -113,7 +113,7 @@ class _Finder(ast.NodeVisitor):
         self._body(node.body)  # patterns are no expressions
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Which error it is; its words are for people."""
+        """The class of the error counts; its words are for people."""
 
     def visit_Assign(self, node: ast.Assign) -> None:
         if ast.unparse(node.targets[0]) != "__all__":
@@ -163,7 +163,7 @@ class _Finder(ast.NodeVisitor):
             self._body(body)
 
     def _body(self, body: Sequence[ast.stmt], *, last: bool = False) -> None:
-        """Statements, and what is gone without one that leaves early; a function's last word says its result."""
+        """Statements, and the change if one that leaves early is removed; a function's last one gives its result."""
         for number, statement in enumerate(body):
             ends = last and number == len(body) - 1
             if isinstance(statement, ast.Raise | ast.Continue | ast.Break | ast.Return) and not ends:
@@ -248,7 +248,7 @@ class _Finder(ast.NodeVisitor):
             and len(test.ops) == 1
             and isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn)
         )
-        if not plain and not single:  # those are mutants of their own
+        if not plain and not single:  # those are separate mutants
             self._becomes(test, "negation", f"(not ({self._text(test)}))", f"not ({ast.unparse(test)})")
 
     # -- sites

@@ -1,4 +1,4 @@
-"""Which tests concern a module: those of its own name first, then these, quick ones first."""
+"""The tests of a module: first those of its own name, then the listed ones, quick ones first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CRASHES: Final = tuple(
     f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "crash_pmem", "powercut", "crash_store")
 )
 _PLAYED_BACK: Final = ("ckptstore/backends/", "ckptstore/log/", "ckptstore/maintenance/garbage_collection")
-"""What the crash tests run. Syncs of other modules are about files of their own (exports, a tried disk)."""
+"""What the crash tests run. Syncs of other modules concern their own files (exports, a probed disk)."""
 _LOG: Final = _some("log", "lost_slots", "replaced", "fold_writer", "pins", "requests", "log_machine")
 _STORE: Final = _some("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
 
@@ -84,7 +84,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/backends/object_store/object_options.py": _some("object_options"),
     "ckptstore/backends/fsspec_files.py": _some("fsspec_files"),
     "ckptstore/backends/schemes.py": _some("backends", "third_party"),
-    "ckptstore/backends/sharing.py": _some("failed_in_flight", "space"),
+    "ckptstore/backends/store_names.py": _some("backends/test_backends", "tiers/test_tiers"),
+    "ckptstore/backends/sharing.py": _some("backends/test_sharing", "failed_in_flight", "space"),
     "ckptstore/backends/memory.py": _some("backends", "segments/test_plain_segments", "hostile_segments"),
     "ckptstore/backends/*pmem*.py": (*_some("pmem"), "tests/tools/test_crash_pmem.py", *_some("direct", "backends")),
     "ckptstore/backends/local_disk/folders.py": (
@@ -122,7 +123,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     ),
     "ckptstore/host/interpreter_exit.py": _some("host/test_interpreter_exit"),
     "ckptstore/host/processes.py": _some("host/test_processes"),
-    "ckptstore/host/sigterm.py": _some("diffs_review", "diff_kills"),
+    "ckptstore/host/sigterm.py": _some("host/test_sigterm", "diffs_review", "diff_kills"),
     "ckptstore/frameworks/pickled_arrays.py": _some("weight_files", "torch_archive"),
     "ckptstore/frameworks/torch_files.py": _some("weight_files", "pickled_arrays", "torch_archive"),
     "ckptstore/frameworks/*": _some("torch_*"),
@@ -200,7 +201,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         "rank_processes",
     ),
     "ckptstore/write/capture/layerwise_save.py": _some("direct", "agent/test_saving"),
-    "ckptstore/write/stage.py": _some("write/test_memory", "concurrent"),
+    "ckptstore/write/capture/unit_copy.py": _some("write/test_memory", "concurrent", "rank_memory", "torch_offload"),
+    **{f"ckptstore/write/{name}.py": _some("write/test_memory", "concurrent") for name in ("stage", "save_path")},
     "ckptstore/write/full_saves.py": _some(
         "write/test_memory", "concurrent", "writer", "layerwise_save", "torch_offload"
     ),

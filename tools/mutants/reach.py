@@ -1,7 +1,7 @@
-"""Which tests come to a check at all: only those can notice that it is missing.
+"""Records which tests reach a check: only those can notice that it is missing.
 
-Before anything is mutated the tests run once on a copy in which every site calls ``__reach__`` with its number. What
-that returns is false, so each condition keeps its value.
+Before the mutation the tests run once on a copy in which every site calls ``__reach__`` with its number. The call
+returns a false value, so each condition keeps its value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["instrumented"]
 
 
 def instrumented(source: bytes, sites: Mapping[int, Site]) -> bytes:
-    """A file in which each of its `sites` tells its number when it is reached."""
+    """A file in which each of its `sites` reports its number when it is reached."""
     extents: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, site in sites.items():
         extents[site.begin, site.end].append(number)
@@ -25,7 +25,7 @@ def instrumented(source: bytes, sites: Mapping[int, Site]) -> bytes:
         if sites[numbers[0]].text == "pass":
             inserts.append((begin, 1, -end, f"{called}; "))
         else:
-            # Where one condition holds another: the outer one opens first and closes last.
+            # If one condition contains another, the outer one opens first and closes last.
             inserts.append((begin, 1, -end, f"({called} or ("))
             inserts.append((end, 0, -begin, "))"))
     return _inserted(source, inserts)

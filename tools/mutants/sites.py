@@ -1,22 +1,22 @@
-"""Where a check could be missing: found in the syntax tree, so that moved and new code is covered by itself.
+"""Finds the places where a check could be missing, in the syntax tree, so that moved and new code is covered, too.
 
-A *site* is one check; its mutant is the program without it. What is looked for:
+A *site* is one check; its mutant is the program without it. The kinds of sites:
 
 ===========  ====================================================================================================
 durability   a call of ``fsync``, ``fdatasync``, ``msync``, ``settle`` or a folder's ``sync`` as a statement: left out;
              so are the flushes and fences of persistent memory
 checksum     a condition about hashes, a call of ``check_chunk`` and the like, bytes compared with what was read back
-fence        a condition about terms, ended writers and slots that others own; what ranks have to agree about
-anchor       a condition about anchors, and what only they allow to delete
-pin          a reader's claim, its second READ, what a collector makes of pins
+fence        a condition about terms, ended writers and slots that others own; facts on which ranks must agree
+anchor       a condition about anchors, and about deletions that only they allow
+pin          a reader's claim, its second READ, a collector's conclusions from pins
 bounds       a condition that guards a ``FormatError`` or ``Corrupt...Error``, and the predicates of decoders
-rule         a condition that guards a refusal of the retention rules; which save has space, what an epoch goes on in
-kernel       where compiled kernels are compared with numpy's, what comes of a difference, and what is run of a cache
+rule         a condition that guards a refusal of the retention rules; which save has space, how an epoch continues
+kernel       comparisons of compiled kernels with numpy's, their consequences, and the use of cached code
 ===========  ====================================================================================================
 
-A condition is taken apart: of ``if a or b: raise`` each of ``a`` and ``b`` is a check of its own, of ``0 <= x <= n``
-each comparison. The mutant evaluates the check and ignores what it says, so that nothing but the decision is missing.
-A refusal may raise what a function makes: of ``raise self._bad(...)`` the class counts that ``_bad`` says it returns.
+A condition is taken apart: of ``if a or b: raise`` each of ``a`` and ``b`` is a separate check, of ``0 <= x <= n`` each
+comparison. The mutant evaluates the check and ignores the result, so that only the decision is missing. A refusal may
+raise the result of a function: of ``raise self._bad(...)`` the class counts that ``_bad`` returns by its annotation.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ROOMS: Final = ("formats", "ckptstore")
 
 _SYNCS: Final = frozenset({"fsync", "fdatasync", "_fsync", "msync", "settle", "sync", "_sync"})
 _FENCING: Final = frozenset({"drain", "flush", "persist", "_drain", "_flush"})
-"""The same in what writes to persistent memory; elsewhere these words mean other things."""
-_PERSISTENT: Final = ("ckptstore/backends/pmem", "ckptstore/backends/libpmem")
+"""The same in modules that write to persistent memory; elsewhere these words mean other things."""
+_PERSISTENT: Final = ("ckptstore/backends/local_disk/pmem", "ckptstore/backends/local_disk/libpmem")
 _CHECKING: Final = re.compile(r"_?(check|require|verify)_\w+|finish|_?finished")
 _CHECKSUMS: Final = re.compile(r"check_(header|chunk|identity|decoded|digest)")
 _PREDICATES: Final = {"intact": "checksum", "never_deleted": "anchor", "has_ended": "pin"}
@@ -58,15 +58,15 @@ _FENCES: Final = frozenset(
 _MAKERS: Final = {"wrong": "CorruptSegmentError", "lost": "RemoteLostError"}
 """Functions that other modules import -> the class of the error that they make."""
 _KERNELS: Final = frozenset({"formats/kernel_choice.py", "formats/kernel_cache.py"})
-"""What decides whether compiled code is run, and believed."""
+"""Functions that decide whether compiled code is run, and trusted."""
 _DISTRUSTING: Final = frozenset({"distrust", "drop", "drop_torn", "note", "_compared"})
 _ANSWERING: Final = {
-    "ckptstore/agent/client/agent_link.py": "fence",  # whose requests an agent gets
-    "ckptstore/agent/client/open_agent_writer.py": "fence",  # which agents a trainer continues with
+    "ckptstore/agent/client/agent_link.py": "fence",  # whose requests an agent receives
+    "ckptstore/agent/client/open_agent_writer.py": "fence",  # with which agents a trainer continues
     "ckptstore/backends/sharing.py": "rule",  # which save has space, and which waits
-    "ckptstore/training/loaders/loader_contents.py": "rule",  # whether an epoch goes on in the samples that it had
+    "ckptstore/training/loaders/loader_contents.py": "rule",  # whether an epoch continues in the same samples
 }
-"""Modules that refuse by an answer (False, None, a request that fails) -> the kind of their checks."""
+"""Modules that refuse by a result (False, None, a request that fails) -> the kind of their checks."""
 _REFUSALS: Final = frozenset({"UsageError", "StepOrderError", "CheckpointNotFoundError"})
 _RULES: Final = frozenset({"formats/history/commit_checks.py"})
 _PROTOCOL: Final = frozenset(
@@ -90,16 +90,16 @@ _TERMS: Final = re.compile(r"\bterm\b|\bnumber\b|dead|ended|closed|\bmine\b|iden
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One check, and the text that takes its place in the mutant.
+    """One check, and the text that replaces it in the mutant.
 
     Attributes:
         path: the file, relative to the tree's root.
         where: the function or class it is in.
         kind: one of `KINDS`, or of those of `ordinary`.
-        line: where it is now; for people, nothing depends on it.
+        line: its present line; for people, nothing depends on it.
         begin, end: the bytes of the file that `text` replaces.
-        text: what the mutant has instead.
-        source: what the file has, shortened.
+        text: the mutant's text.
+        source: the file's text, shortened.
         number: distinguishes equal checks of one function.
     """
 
@@ -115,12 +115,12 @@ class Site:
 
     @property
     def name(self) -> str:
-        """Stable under changes elsewhere in the file: what ``--only`` is matched with."""
+        """A name that changes elsewhere in the file do not affect: ``--only`` matches it."""
         return f"{self.path}::{self.where}::{self.kind}::{self.source}" + (f"#{self.number}" if self.number > 1 else "")
 
     @property
     def compiled(self) -> bool:
-        """Whether it is in code that is compiled, and can neither be instrumented nor be run before it is."""
+        """Whether it is in code that is compiled, which can be neither instrumented nor run before it is compiled."""
         return Path(self.path).stem.startswith("compiled") and self.path not in _KERNELS
 
     def mutate(self, source: bytes) -> bytes:
@@ -141,7 +141,7 @@ def sites_in(path: str, source: bytes) -> list[Site]:
     """The sites of one file.
 
     Args:
-        path: relative to the tree's root; it says which rules apply.
+        path: relative to the tree's root; it decides which rules apply.
         source: the file's bytes.
     """
     finder = _Finder(path, source)
@@ -235,25 +235,25 @@ class _Finder(ast.NodeVisitor):
         kind = self._guarded(node.body)
         if kind is not None:
             self._atoms(node.test, False, kind)
-        elif self.protocol and not all(map(_syncs, node.body)):  # a sync is a site of its own
-            # Without the check what it lets through goes through: the result, or the branch for all that is well.
-            # What it does otherwise (leave, start over, put something right) is not done.
+        elif self.protocol and not all(map(_syncs, node.body)):  # a sync is a separate site
+            # Without the check the good case is taken: the result, or the branch for valid input. Other consequences of
+            # the check (leave, start over, repair) do not happen.
             objects = isinstance(node.body[-1], ast.Return) and self.returns[-1:] == ["str | None"]
             self._atoms(node.test, bool(node.orelse) or self._gives(node.body), "rule" if objects else None)
         self.generic_visit(node)
 
     def _gives(self, body: list[ast.stmt]) -> bool:
-        """Whether a body ends with a result, and not with a way out; what an ``_objection`` returns is a refusal."""
+        """Whether a body ends with a result, and not by leaving early; the result of an ``_objection`` is a refusal."""
         if any(isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Yield) for statement in body):
             return True
         return isinstance(body[-1], ast.Return) and not _returns_nothing(body) and self.returns[-1] != "str | None"
 
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is not None and self.returns and self.returns[-1] == "bool" and (self.decoder or self.protocol):
-            asks = isinstance(node.value, ast.Call)  # what it asks has sites of its own
+            asks = isinstance(node.value, ast.Call)  # the functions that it calls have their own sites
             self._atoms(node.value, True, "bounds" if self.decoder else None if asks else "rule")
         elif node.value is not None and self.kernels and self.scopes[-1:] == ["_same"]:
-            # What other functions answer decides when numpy is asked, which is right at any time.
+            # The results of other functions decide when to use numpy, which is right at any time.
             self._atoms(node.value, True, "kernel")
         elif node.value is not None and self.answering is not None and self.returns[-1:] == ["bool"]:
             self._atoms(node.value, True, self.answering)
@@ -262,7 +262,7 @@ class _Finder(ast.NodeVisitor):
     def visit_IfExp(self, node: ast.IfExp) -> None:
         nothing = isinstance(node.orelse, ast.Constant) and node.orelse.value is None
         nothing_if = isinstance(node.body, ast.Constant) and node.body.value is None
-        # What an encoder chooses between is no check; nor is whether a caller gave a function.
+        # An encoder's choices are no checks; nor is the question whether a caller passed a function.
         reads = self.decoder and nothing and not _ENCODES.match("".join(self.scopes[-1:]))
         if reads and not isinstance(node.test, ast.Name | ast.Attribute):
             self._atoms(node.test, True, "bounds")
@@ -297,10 +297,10 @@ class _Finder(ast.NodeVisitor):
                 self._atoms(statement.test, not nothing, "bounds" if self.decoder else None)
         self.scopes.pop()
 
-    # -- what it guards
+    # -- the guarded code
 
     def _guarded(self, body: list[ast.stmt]) -> str | None:
-        """The kind of the check that a body which ends in a refusal belongs to."""
+        """The kind of a check whose body ends in a refusal."""
         last = body[-1]
         if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and _called(last.value) == "refuse":
             return "bounds"
@@ -326,11 +326,11 @@ class _Finder(ast.NodeVisitor):
     # -- taking conditions apart
 
     def _atoms(self, test: ast.expr, outcome: bool, kind: str | None) -> None:
-        """Sites for every part of `test` that by itself decides that it is not `outcome`.
+        """Sites for every part of `test` that alone decides that it is not `outcome`.
 
         Args:
-            outcome: what the test says where the check is missing.
-            kind: of the sites; None: what the words of the part say, nothing if they say nothing.
+            outcome: the value of the test if the check is missing.
+            kind: of the sites; None: decided by the words of the part, no site if they decide nothing.
         """
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             self._atoms(test.operand, not outcome, kind)
@@ -406,7 +406,7 @@ class _Finder(ast.NodeVisitor):
 
 
 def _called(call: ast.expr) -> str:
-    """The last name of what is called; of ``_call("msync", ...)``, which calls it of libc, ``msync``."""
+    """The last name of the called function; of ``_call("msync", ...)``, which calls it in libc, ``msync``."""
     function = call.func if isinstance(call, ast.Call) else call
     if isinstance(function, ast.Name) and function.id.startswith("_call") and _arguments(call):
         named = _arguments(call)[0]

@@ -1,4 +1,4 @@
-"""Putting mutants on trial: each is run against the tests that concern it, on a copy of the tree."""
+"""Tries mutants: each is run against the tests of its module, on a copy of the tree."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["Baseline", "Bench", "Verdict", "baseline", "try_all"]
 
 _T = TypeVar("_T")
 _PATIENCE: Final = 60.0
-"""Seconds that the tests of a mutant may take beyond four times what they take without one."""
+"""Seconds that the tests of a mutant may take beyond four times their duration without one."""
 _OWN: Final = 3
-"""Test files of a module that are asked first: the rest is collected only for mutants that these let live."""
+"""Test files of a module that run first: the others are collected only for mutants that survive these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one mutant.
+    """The outcome of one mutant.
 
     Attributes:
         outcome: ``killed`` by a failing test, ``timeout``: killed because its tests did not end, or ``survived``.
@@ -55,8 +55,8 @@ class Baseline:
 
     Attributes:
         seconds: per test.
-        failing: tests that fail by themselves; they do not count.
-        reached: name of a site -> the tests that come to it.
+        failing: tests that fail without a mutant; they do not count.
+        reached: name of a site -> the tests that reach it.
     """
 
     seconds: Mapping[str, float]
@@ -64,7 +64,7 @@ class Baseline:
     reached: Mapping[str, frozenset[str]]
 
     def stages(self, site: Site, root: Path) -> list[list[str]]:
-        """The tests that come to `site`, quick ones first: those of the module's own files, then all others."""
+        """The tests that reach `site`, quick ones first: those of the module's own files, then all others."""
         files = set(tests_of(site, root)[:_OWN])
         reached = self.reached.get(site.name, frozenset())
         if site.compiled:  # cannot tell; its tests say in their names that it runs
@@ -105,7 +105,7 @@ class Bench:
     def run(
         self, files: Sequence[str], seconds: float, *, tests: Mapping[str, float] | None = None, first: bool = True
     ) -> Any:
-        """Run test files, or only `tests` of them; stop at the `first` failure. Answers as the worker does."""
+        """Run test files, or only `tests` of them; stop at the `first` failure. Returns the worker's answer."""
         assert self._worker.stdin is not None
         assert self._worker.stdout is not None
         request = {"files": list(files), "tests": tests, "seconds": seconds, "first": first}
@@ -117,18 +117,18 @@ class Bench:
         return json.loads(line)
 
     def log(self) -> str:
-        """The end of what the worker complained about."""
+        """The end of the worker's error output."""
         return (self.copy.root / "worker.log").read_text()[-2000:]
 
     def instrument(self, sites: Sequence[Site]) -> None:
-        """Let every site tell when it is reached."""
+        """Let every site report when it is reached."""
         self.copy.write("sitecustomize.py", STARTUP.encode())
         for path in {site.path for site in sites if not site.compiled}:
             numbered = {number: site for number, site in enumerate(sites) if site.path == path}
             self.copy.write(path, instrumented((self.copy.root / path).read_bytes(), numbered))
 
     def trial(self, site: Site, known: Baseline) -> Verdict:
-        """Run the tests that come to `site` without it."""
+        """Run the tests that reach `site` without it."""
         original = (self.copy.root / site.path).read_bytes()
         seconds = 0.0
         self.copy.write(site.path, site.mutate(original))
@@ -153,10 +153,10 @@ class Bench:
 def baseline(
     benches: Sequence[Bench], sites: Sequence[Site], files_each: int | None = None, seconds: float = 1800.0
 ) -> Baseline:
-    """Run every test file that concerns one of `sites`, without a mutant, and see what comes where.
+    """Run every test file of one of `sites`, without a mutant, and record which tests reach which sites.
 
     Args:
-        files_each: so many files for each site, those that concern it most; None: all.
+        files_each: so many files for each site, the most relevant ones; None: all.
         seconds: that one file may take.
     """
     root = benches[0].copy.root
@@ -177,7 +177,7 @@ def baseline(
             took.update(answer["tests"])
             failing.update(answer["failures"])
             for number, tests in answer["reached"].items():
-                # Reached while the file was imported, as a default or a constant is: all its tests may notice.
+                # Reached while the file was imported, like a default or a constant: all its tests may notice.
                 met = answer["tests"] if "" in tests else tests
                 reached.setdefault(sites[int(number)].name, set()).update(met)
 
@@ -196,7 +196,7 @@ def _file(test: str) -> str:
 def try_all(
     benches: Sequence[Bench], sites: Sequence[Site], known: Baseline, tell: Callable[[Verdict], None]
 ) -> list[Verdict]:
-    """The verdict of every site, in order; `tell` hears each as it falls."""
+    """The verdict of every site, in order; `tell` is called with each as soon as it is known."""
     verdicts: dict[str, Verdict] = {}
     telling = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Runs tests on request, each time in a fresh fork: what all runs need is imported once.
+"""Runs tests on request, each time in a fresh fork: modules that all runs need are imported once.
 
 Reads JSON lines from stdin: ``files`` to collect tests from; ``tests``, name -> usual seconds, of them to run in this
 order (null: all of them); ``seconds`` that the run may take; ``first``: stop at the first failure. Answers each with
@@ -28,7 +28,7 @@ import pytest
 
 from tools.mutants import elsewhere
 
-# Everything heavy that tests import, except torch: loading behaves differently once a process has imported it.
+# All large modules that tests import, except torch: loading behaves differently once a process has imported it.
 for _name in ("numpy", "ml_dtypes", "zstandard", "xxhash", "safetensors.numpy", "click", "rich.console", "fsspec"):
     importlib.import_module(_name)
 for _name in ("hypothesis", "hypothesis.strategies", "hypothesis.stateful", "hypothesis.extra.numpy", "psutil"):
@@ -37,11 +37,11 @@ for _name in ("hypothesis", "hypothesis.strategies", "hypothesis.stateful", "hyp
 _BROKEN = 3
 _PULSE = struct.Struct("<Qd")
 _PATIENCE = 20.0
-"""Seconds that a test may take beyond five times what it takes without a mutant."""
+"""Seconds that a test may take beyond five times its duration without a mutant."""
 
 
 class _Watch:
-    """Chooses the tests, and notes how they went and which sites they reached."""
+    """Chooses the tests, and notes their outcomes and the sites that they reached."""
 
     def __init__(self, tests: dict[str, float] | None, pulse: mmap.mmap) -> None:
         self.process = os.getpid()
@@ -53,7 +53,7 @@ class _Watch:
         self.reached: dict[int, set[str]] = {}
 
     def reach(self, *numbers: int) -> bool:
-        if os.getpid() != self.process:  # a fork of the tests: its memory is not this one
+        if os.getpid() != self.process:  # a fork of the tests: it does not share this memory
             return elsewhere.note(*numbers)
         for number in numbers:
             self.reached.setdefault(number, set()).add(self.current)
@@ -89,7 +89,7 @@ class _Watch:
 def main() -> None:
     from hypothesis import HealthCheck, Phase, settings
 
-    # The same examples every time, no time spent on making a failure small, no failure because the machine is busy.
+    # The same examples every time, no shrinking of failures, no failure because the machine is busy.
     settings.register_profile(
         "mutants",
         phases=(Phase.explicit, Phase.generate),
@@ -118,7 +118,7 @@ def _attempt(request: dict[str, Any]) -> dict[str, Any]:
         _child(request, writing, pulse)
     os.close(writing)
     told: list[str] = []
-    reader = threading.Thread(target=lambda: told.append(_everything(reading)))  # a pipe holds only so much
+    reader = threading.Thread(target=lambda: told.append(_everything(reading)))  # a pipe has limited capacity
     reader.start()
     timed_out = not _ended(child, request["seconds"], pulse)
     if timed_out:
@@ -180,7 +180,7 @@ def _child(request: dict[str, Any], writing: int, pulse: mmap.mmap) -> None:
             code = 0
         elif watch.failures or result == pytest.ExitCode.INTERNAL_ERROR:
             code = 1
-    except BaseException:  # noqa: BLE001  # told, and the process ends here
+    except BaseException:  # noqa: BLE001  # printed, and the process ends here
         traceback.print_exc()  # into the worker's log
     finally:
         sys.stderr.flush()

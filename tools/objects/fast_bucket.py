@@ -1,7 +1,7 @@
-"""Buckets in memory that speak enough of S3 for obstore, boto3 and s3fs: no signature is checked, nothing is kept.
+"""Buckets in memory that speak enough of S3 for obstore, boto3 and s3fs: signatures are not checked, nothing persists.
 
-What the protocol of a store needs is exact: conditional creates and conditional completes with one winner, listings
-that are consistent, ranges, copies. Bodies are kept as they came, an upload as its parts: nothing is copied.
+The parts that a store's protocol needs are exact: conditional creates and conditional completes with one winner,
+consistent listings, ranges, copies. Bodies are kept as received, an upload as its parts: nothing is copied.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from xml.sax.saxutils import escape, unescape
 __all__ = ["Answer", "Asked", "Body", "Buckets"]
 
 _LARGE: Final = 1 << 20
-"""Bytes from which a body's memory is used again when nobody has it any more."""
+"""Bytes from which a body's memory is reused after its last user."""
 _PAGE: Final = 1000
 _RANGE: Final = re.compile(r"bytes=(\d*)-(\d*)")
 _free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
-"""Memory by length. What a system gave back and takes again costs ten times a page fault on some virtual machines."""
+"""Memory by length. Memory that is returned to the system and taken again costs ten times a page fault on some virtual
+machines."""
 
 
 class Body:
-    """Memory that a request's body is received into.
+    """Memory for the body of a request.
 
     Attributes:
         view: all of it.
@@ -51,7 +52,7 @@ class Body:
         self.view = memoryview(self._memory)
 
     def __del__(self) -> None:
-        if self._memory is not None:  # whoever still sent it would hold this object, too
+        if self._memory is not None:  # a thread that still sent it would hold this object, too
             _free[len(self._memory)].append(self._memory)
 
 
@@ -75,12 +76,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is said.
+    """An answer.
 
     Attributes:
         parts: the body.
-        length: what Content-Length says; None: the length of `parts`.
-        keeps: whose memory `parts` are.
+        length: the Content-Length; None: the length of `parts`.
+        keeps: the owners of `parts`' memory.
     """
 
     status: int
@@ -143,7 +144,7 @@ class Buckets:
         self._numbers = itertools.count(1)
 
     def answer(self, asked: Asked) -> Answer:
-        """Do what is asked."""
+        """Answer a request."""
         if not asked.bucket:
             names = "".join(f"<Bucket><Name>{name}</Name></Bucket>" for name in sorted(self._buckets))
             return _xml(f"<ListAllMyBucketsResult><Buckets>{names}</Buckets></ListAllMyBucketsResult>")
@@ -218,7 +219,7 @@ class Buckets:
         return done if done.status != 200 else _xml(f"<CopyObjectResult>{told}</CopyObjectResult>")
 
     def _stored(self, bucket: _Bucket, asked: Asked, bodies: tuple[Body, ...]) -> Answer:
-        """Make an object of bodies, unless the request's condition forbids it. One of any number at once succeeds."""
+        """Make an object of bodies, unless the request's condition forbids it. Of concurrent requests one succeeds."""
         size = sum(len(body.view) for body in bodies)
         stored = _Stored(bodies, size, self._tag(), time.time())
         with self._lock:
@@ -228,7 +229,7 @@ class Buckets:
         return Answer(200, (("ETag", stored.tag),))
 
     def _tag(self) -> str:
-        return f'"{next(self._numbers):016x}"'  # not as long as an MD5, for which clients might take it
+        return f'"{next(self._numbers):016x}"'  # not as long as an MD5: clients might take it for one
 
     def _post(self, bucket: _Bucket, asked: Asked) -> Answer:
         if "uploads" in asked.query:

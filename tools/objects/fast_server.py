@@ -1,15 +1,16 @@
-"""A small and fast S3 server in memory, for measurements in which the server is not what is measured.
+"""A small and fast S3 server in memory, for measurements that the server must not limit.
 
     python -m tools.objects.fast_server --port 9000
     export AWS_ENDPOINT_URL=http://127.0.0.1:9000 AWS_ACCESS_KEY_ID=any AWS_SECRET_ACCESS_KEY=any AWS_REGION=us-east-1
     CKPTSTORE_TEST_S3_URL=s3://tests pytest tests/backends/test_objects.py
 
-A thread for each connection; a body is received by one system call into the memory where it stays, and sent by one
-from there, without the GIL. Signatures and checksums are not looked at, and nothing outlives the process: for a store
-that is to be kept use a real one. ``GET /__spent`` says what CPU time it took.
+One thread for each connection; a body is received by one system call into its final memory, and sent by one from there,
+without the GIL. Signatures and checksums are ignored, and nothing outlives the process: use a real server for a store
+that must persist. ``GET /__spent`` reports its CPU time.
 
-Loopback is as fast as the processor, which then has no time for anything else. With ``--link 10Gbit/s`` bodies come and
-go no faster than that, each way, however many connections there are: clients wait for it as for a network.
+Loopback is as fast as the processor, which then has no time for anything else. With ``--link 10Gbit/s`` bodies are
+transferred no faster than that in each direction, however many connections there are: clients wait for it as for a
+network.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from tools.objects.server import Server, options_for
 __all__ = ["FastServer", "main", "serving_fast", "spent"]
 
 _HEAD: Final = 64 << 10
-"""Bytes that a request's head may have."""
+"""Largest size of a request's head in bytes."""
 _BUCKET: Final = "tests"
 _SPENT: Final = "/__spent"
 _AHEAD: Final = 512 << 10
-"""Bytes that a client may send ahead of a link, in the system's memory; as the system counts, twice that."""
+"""Bytes that a client may send ahead of a link, in the system's memory; the system counts twice that."""
 _REASONS: Final = {200: "OK", 204: "No Content", 206: "Partial Content", 404: "Not Found", 412: "Precondition Failed"}
 
 
@@ -48,13 +49,13 @@ class _GoneError(Exception):
 
 
 class _Wire:
-    """What all connections of a server share: a network, each of whose directions has a speed; None: no limit."""
+    """The network that all connections of a server share, with one speed for each direction; None: no limit."""
 
     def __init__(self, rate: float | None) -> None:
         self._ways = None if rate is None else {True: _held(rate), False: _held(rate)}
 
     def turns(self, length: int, *, up: bool) -> Iterator[int]:
-        """Cut `length` bytes in pieces, each of which is waited for -> their lengths."""
+        """Cut `length` bytes in pieces, and wait for each -> their lengths."""
         if self._ways is None:
             if length:
                 yield length
@@ -76,10 +77,10 @@ class _Connection:
         self._link = link
         self._buckets = buckets
         self._wire = wire
-        self._ahead = bytearray()  # what came behind what was asked for
+        self._ahead = bytearray()  # bytes received behind the present request
 
     def serve(self) -> None:
-        """Until the client goes."""
+        """Serve until the client disconnects."""
         link = self._link
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -120,7 +121,7 @@ class _Connection:
 
     def _body(self, headers: Mapping[str, str]) -> Body:
         if "chunked" in headers.get("transfer-encoding", ""):
-            raise _GoneError  # none of the clients that are compared does that
+            raise _GoneError  # none of the compared clients does that
         body = Body(int(headers.get("content-length") or 0))
         had = min(len(self._ahead), len(body.view))
         body.view[:had] = self._ahead[:had]
@@ -174,13 +175,12 @@ class FastServer:
     """Listens on loopback.
 
     Attributes:
-        port: where.
+        port: the port.
     """
 
     def __init__(self, port: int = 0, rate: float | None = None) -> None:
-        """
-        Args:
-            rate: bytes in a second, each way, all connections together; None: any number.
+        """Args:
+        rate: bytes per second in each direction, all connections together; None: no limit.
         """
         self._buckets = Buckets()
         self._wire = _Wire(rate)
@@ -195,7 +195,7 @@ class FastServer:
         self._buckets.answer(Asked("PUT", bucket, "", {}, {}, Body(0)))
 
     def serve(self) -> None:
-        """For ever."""
+        """Serve for ever."""
         while True:
             link, _ = self._link.accept()
             connection = _Connection(link, self._buckets, self._wire)
@@ -204,10 +204,10 @@ class FastServer:
 
 @contextmanager
 def serving_fast(link: str | None = None) -> Iterator[Server]:
-    """The server in a process of its own, with a bucket, until the ``with`` ends.
+    """The server in a separate process, with a bucket, until the ``with`` ends.
 
     Args:
-        link: how fast a network it is behind, as ``10Gbit/s``; None: it is not.
+        link: the speed of the simulated network, as ``10Gbit/s``; None: no network.
     """
     command = [sys.executable, "-m", "tools.objects.fast_server", "--bucket", _BUCKET]
     command += ["--link", link] if link else []
@@ -236,7 +236,7 @@ def spent(port: int) -> float:
 @click.option("--bucket", default=_BUCKET, help="A bucket that exists from the start.")
 @click.option("--link", type=RATE, help="How fast the network is, each way: 10Gbit/s. Default: as fast as loopback.")
 def main(port: int, bucket: str, link: float | None) -> None:
-    """Serve until the process is ended; the first line says where."""
+    """Serve until the process is ended; the first line of output is the address."""
     server = FastServer(port, link)
     server.create(bucket)
     click.echo(f"http://127.0.0.1:{server.port}")

@@ -1,10 +1,10 @@
-"""Random faults between a run and its bucket, for as long as you like: nothing acknowledged is lost, nothing is wrong.
+"""Injects random faults between a run and its bucket for any time: nothing acknowledged is lost, nothing is wrong.
 
     python -m tools.objects.faults --faults 5000 --seed 1
 
-A writer saves fulls and deltas through `FaultProxy`, is opened again when it must stop, and is read, collected and
-verified beside it, also through the proxy. What is read is right or an error of the project's. In the end the faults
-stop, and a handle that goes past the proxy has to find every checkpoint that was acknowledged, bit for bit.
+A writer saves fulls and deltas through `FaultProxy`, and is opened again when it must stop. Beside it the store is
+read, collected and verified, also through the proxy. Each read is right or raises an error of the project. In the end
+the faults stop, and a handle that bypasses the proxy must find every acknowledged checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRIES: Final = 4
 
 
 class LossError(AssertionError):
-    """Something acknowledged is gone, or something that was read is wrong."""
+    """An acknowledged checkpoint is gone, or a read returned wrong data."""
 
 
 def state(step: int) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def check(found: dict[str, Any], step: int, how: str) -> None:
 
 @contextlib.contextmanager
 def small_uploads(single: int = 4 << 10) -> Iterator[None]:
-    """Segments above `single` bytes go up in parts, although they are small: ministack takes 18 MB a second."""
+    """Segments above `single` bytes are uploaded in parts, although they are small: ministack takes 18 MB a second."""
     before = object_segments.SINGLE, object_requests.PART
     object_segments.SINGLE, object_requests.PART = single, 5 << 20
     try:
@@ -62,13 +62,13 @@ def small_uploads(single: int = 4 << 10) -> Iterator[None]:
 
 @dataclass
 class Trial:
-    """One run in a place of its own.
+    """One run in a separate place.
 
     Attributes:
-        server: goes past the proxy.
-        proxy: what the run goes through.
-        errors: what was raised, by kind.
-        texts: what the errors said.
+        server: bypasses the proxy.
+        proxy: the run's connection.
+        errors: the errors raised, by kind.
+        texts: their messages.
     """
 
     server: Server
@@ -92,7 +92,7 @@ class Trial:
         return ckptstore.open(self.url, storage_options=self.options)
 
     def attempt(self, call: Callable[[], Any]) -> Any:
-        """What it returns, or None after an error of the project's. Others are bugs."""
+        """The result of the call, or None after an error of the project. Other errors are bugs."""
         try:
             return call()
         except ckptstore.CkptError as error:
@@ -127,7 +127,7 @@ class Trial:
                 check(found, step, "read through faults")
 
     def retire(self) -> None:
-        """What it says is done is done; what it fails with may be done."""
+        """Retire checkpoints: after a success they are retired; after an error they may be."""
         known = sorted(self.acknowledged - self.retired)[:-3]
         if known:
             self.close()
@@ -142,7 +142,7 @@ class Trial:
         self.attempt(lambda: self.store().verify())
 
     def settle(self) -> None:
-        """End the faults, and look at everything. Raises `LossError`."""
+        """End the faults, and check everything. Raises `LossError`."""
         self.proxy.rules([])
         self.close()
         self.proxy.settle()
@@ -160,30 +160,30 @@ class Trial:
             raise LossError(f"no save without faults: {self.texts[-1]}")
 
     def busy(self, rounds: int) -> None:
-        """So many things, as the seed chooses."""
+        """Do a number of operations that the seed chooses."""
         choices = [self.save] * 7 + [self.load] * 4 + [self.gc, self.verify, self.retire, self.close]
         for _ in range(rounds):
             self.numbers.choice(choices)()
 
 
 def everything(odds: float) -> list[Rule]:
-    """Every fault, with these odds for a request to meet one."""
+    """Every fault, with these odds for a request to be hit."""
     faults = [name for name in FAULTS if name not in ("slow", "stall")]
-    # A rule is asked only if those before it let a request through, so that later ones need greater odds.
+    # A rule applies only if the earlier rules let a request pass, so later rules need greater odds.
     rules = [Rule(name, odds=odds / len(FAULTS), seconds=0.05 + TIMEOUT * (name == "late")) for name in faults]
     waits = [Rule("stall", odds=odds / 60, seconds=2 * TIMEOUT), Rule("slow", odds=odds / 30, seconds=1.5 * TIMEOUT)]
     return [*waits, *rules]
 
 
 def quiet() -> None:
-    """What a run warns of is not what is looked for here."""
+    """Ignore the run's warnings: they are not tested here."""
     warnings.simplefilter("ignore", ckptstore.LostStepsWarning)
     warnings.simplefilter("ignore", ckptstore.FreshStartWarning)
     warnings.simplefilter("ignore", UserWarning)
 
 
 def random_run(server: Server, faults: int, seed: int, odds: float = 0.3, rounds: int = 40) -> Iterator[Trial]:
-    """Trials until so many faults were injected -> each when it has ended well. Raises `LossError`."""
+    """Run trials until enough faults were injected -> each trial that ended well. Raises `LossError`."""
     injected = 0
     number = 0
     while injected < faults:
@@ -207,9 +207,9 @@ def table(counts: Counter[tuple[str, str]]) -> Sequence[str]:
 @click.command()
 @click.option("--faults", default=5000, help="Stop after so many were injected.")
 @click.option("--seed", default=1)
-@click.option("--odds", default=0.3, help="Share of the requests that a fault is done to.")
+@click.option("--odds", default=0.3, help="Share of the requests that a fault hits.")
 def main(faults: int, seed: int, odds: float) -> None:
-    """Inject faults until there were enough, and say what came of it."""
+    """Inject the given number of faults, and print the results."""
     quiet()
     began = time.monotonic()
     counts: Counter[tuple[str, str]] = Counter()

@@ -1,7 +1,7 @@
-"""Other servers than the tests' own, where they are installed: moto (S3), a second opinion; azurite (Azure's blobs).
+"""Servers other than the tests' own, if installed: moto (S3), a second opinion; azurite (Azure blobs).
 
 moto: ``pip install '.[test-moto]'``; azurite: ``npm install -g azurite``, or ``npm install azurite`` in any folder and
-``CKPTSTORE_TEST_AZURITE=FOLDER/node_modules/.bin/azurite-blob``. Both keep what they have in memory.
+``CKPTSTORE_TEST_AZURITE=FOLDER/node_modules/.bin/azurite-blob``. Both keep their data in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["azurite_missing", "moto_missing", "serving_azurite", "serving_moto"]
 
 _ACCOUNT: Final = "devstoreaccount1"
 _KEY: Final = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Azurite's own, which everybody knows."""
+"""Azurite's own key, which is public."""
 
 
 def moto_missing() -> str | None:

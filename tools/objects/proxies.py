@@ -1,4 +1,4 @@
-"""A fault proxy in a process of its own, for whoever forks: a thread would be in the parent alone."""
+"""A fault proxy in its own process, for processes that fork: a thread would exist only in the parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["DistantProxy", "proxying"]
 
 
 class DistantProxy:
-    """What `FaultProxy` can be told and asked, over its control path.
+    """Commands to and queries of a `FaultProxy`, over its control path.
 
     Attributes:
         port: where it listens, on loopback.
@@ -33,11 +33,11 @@ class DistantProxy:
         self._asked("PUT", "rules", json.dumps([asdict(rule) for rule in rules]))
 
     def injected(self) -> Counter[tuple[str, str]]:
-        """How often each fault was done to each operation."""
+        """How often each fault was injected into each operation."""
         return Counter({(fault, operation): count for fault, operation, count in self._asked("GET", "injected")})
 
     def settle(self) -> None:
-        """Wait until what comes late has come."""
+        """Wait until late requests have arrived."""
         while self._asked("GET", "late"):
             time.sleep(0.02)
 
@@ -52,7 +52,7 @@ class DistantProxy:
 
 @contextmanager
 def proxying(upstream: int, seed: int = 0) -> Iterator[DistantProxy]:
-    """A proxy before the server at a port of loopback, without rules, until the ``with`` ends."""
+    """A proxy in front of the server at a loopback port, without rules, until the ``with`` ends."""
     command = [sys.executable, "-m", "tools.objects.proxy", "--upstream", str(upstream), "--seed", str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -1,18 +1,18 @@
-"""A proxy before an S3 server that does what networks and servers do when they fail, by rules that tests give.
+"""A proxy in front of an S3 server that injects the failures of networks and servers, by rules that tests give.
 
 ::
 
     with FaultProxy(port) as proxy:
         proxy.rules([Rule("lost_ack", operation="create", path="log/", times=1)])
         ...
-        proxy.log()   # every request, and what was done to it
+        proxy.log()   # every request, and the fault that hit it
 
     python -m tools.objects.proxy --upstream 4566 --port 4900
     curl -X PUT localhost:4900/__faults/rules -d '[{"fault": "503", "operation": "create"}]'
-    curl localhost:4900/__faults/log        # also: injected (how often what), late (how much is on its way)
+    curl localhost:4900/__faults/log        # also: injected (count of each fault), late (requests still in flight)
 
 Operations: ``create`` (conditional PUT), ``put``, ``begin``, ``part``, ``complete`` and ``abort`` of an upload,
-``get``, ``range``, ``head``, ``list``, ``delete``. One client per proxy: rules know no clients.
+``get``, ``range``, ``head``, ``list``, ``delete``. One client per proxy: rules do not distinguish clients.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ FAULTS: Final[dict[str, tuple[str, ...]]] = {
     "flip_up": ("create", "put", "part"),
     "stale_list": ("list",),
 }
-"""What each fault can be done to. (``unconditional`` and ``403`` are for tests of their own.)"""
+"""The operations that each fault can hit. (``unconditional`` and ``403`` have their own tests.)"""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What to do to which requests.
+    """A fault, and the requests that it hits.
 
     Attributes:
-        fault: one of `FAULTS`, ``unconditional`` (the server is not told the condition) or ``403``.
+        fault: one of `FAULTS`, ``unconditional`` (the condition is not forwarded to the server) or ``403``.
         operation: which requests; empty: all.
         path: a regular expression in the path (decoded, without the query).
         times: how many at most; -1: all.
-        skip: how many that match are let through before.
+        skip: how many matching requests pass first.
         seconds: how late or slow.
-        odds: share of the matching requests that it is done to.
+        odds: share of the matching requests that it hits.
     """
 
     fault: str
@@ -117,7 +117,7 @@ class Request:
             case "GET" if "list-type=" in query or "prefix=" in query:
                 return "list"
             case "GET":
-                # A whole object is asked for from its first byte on, so that the answer says how long it is.
+                # A whole object is requested from its first byte on, so that the answer has its length.
                 return "get" if self.header("range") in ("", "bytes=0-") else "range"
         return "head"
 
@@ -194,7 +194,7 @@ class _Active:
 
 @dataclass
 class Faults:
-    """The rules, and what was done by them. One thread, that of the loop, works with it."""
+    """The rules, and the injected faults. Used by one thread, that of the loop."""
 
     rules: list[_Active] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -226,12 +226,12 @@ class Faults:
 
 
 def injected(log: Sequence[dict[str, Any]]) -> Counter[tuple[str, str]]:
-    """How often each fault was done to each operation, by a proxy's log."""
+    """How often each fault was injected into each operation, by a proxy's log."""
     return Counter((one["fault"], one["operation"]) for one in log if one["fault"])
 
 
 class FaultProxy:
-    """The proxy, in a thread of its own while the ``with`` lasts.
+    """The proxy, in its own thread while the ``with`` lasts.
 
     Attributes:
         port: where it listens, on loopback.
@@ -245,7 +245,7 @@ class FaultProxy:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="faultproxy", daemon=True)
         self._later: set[asyncio.Task[None]] = set()
-        self._busy = 0  # requests under way, also of clients that are gone
+        self._busy = 0  # requests in flight, also of clients that are gone
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -267,16 +267,16 @@ class FaultProxy:
         return self._in_loop(lambda: list(self._faults.log))
 
     def injected(self) -> Counter[tuple[str, str]]:
-        """How often each fault was done to each operation."""
+        """How often each fault was injected into each operation."""
         return injected(self.log())
 
     def settle(self) -> None:
-        """Wait until what comes late has come."""
+        """Wait until late requests have arrived."""
         while self._in_loop(lambda: bool(self._later)):
             time.sleep(0.02)
 
     def _in_loop(self, call: Any) -> Any:
-        if not self._thread.is_alive():  # it has ended: what it left is read as it is
+        if not self._thread.is_alive():  # it has ended: its state is read directly
             return call()
 
         async def inside() -> Any:
@@ -374,7 +374,7 @@ class FaultProxy:
         await self._answer(rule, request, response, writer)
 
     async def _answer(self, rule: Rule, request: Request, response: Response, writer: asyncio.StreamWriter) -> None:
-        """Send what is left of an answer."""
+        """Send the rest of an answer."""
         fault, body = rule.fault, response.body
         if fault in ("truncate", "stall"):
             half = replace(response, body=body[: len(body) // 2])
@@ -420,7 +420,7 @@ class FaultProxy:
 @click.option("--port", type=int, default=0, help="Where to listen on loopback; 0: anywhere.")
 @click.option("--seed", type=int, default=0)
 def main(upstream: int, port: int, seed: int) -> None:
-    """Be a proxy that does nothing until rules are PUT to /__faults/rules."""
+    """Run a proxy without rules until rules are PUT to /__faults/rules."""
     with FaultProxy(upstream, port, seed) as proxy:
         click.echo(f"http://127.0.0.1:{proxy.port} -> {upstream}")
         threading.Event().wait()

@@ -1,9 +1,10 @@
-"""Writers race for one store in a bucket: to open it, to commit to it. Each race has one winner, and the others know.
+"""Races writers for one store in a bucket, to open it and to commit to it. Each race has one winner; the others know
+it.
 
     python -m tools.objects.races --races 1000
 
-Opening: several `Store.writer` at once. All may succeed, one after the other, each with a term of its own; then all of
-them save, and only the newest may. Committing: two terms that believe to be the newest send the same slot at once.
+Opening: several `Store.writer` at once. All may succeed, one after the other, each with its own term; then all of them
+save, and only the newest may. Committing: two terms that each believe to be the newest send the same slot at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tools.objects.server import Server, serving
 
 @dataclass
 class Told:
-    """What came of the races.
+    """The results of the races.
 
     Attributes:
         opened, committed: races of each kind.
@@ -42,7 +43,7 @@ class Told:
 
 
 def together(pool: ThreadPoolExecutor, calls: list[Callable[[], Any]]) -> list[Any]:
-    """What each gave, or the project's error that it raised, all begun at the same instant."""
+    """The result of each of several calls that start at the same instant, or the project's error that it raised."""
     barrier = threading.Barrier(len(calls))
 
     def one(call: Callable[[], Any]) -> Any:
@@ -56,7 +57,7 @@ def together(pool: ThreadPoolExecutor, calls: list[Callable[[], Any]]) -> list[A
 
 
 def race_to_open(server: Server, pool: ThreadPoolExecutor, racers: int) -> bool:
-    """Whether of all that opened a new store at once exactly one may write on."""
+    """Whether exactly one of several writers that opened a new store at once may continue to write."""
     url = server.url()
     stores = [ckptstore.open(url, storage_options=server.options) for _ in range(racers)]
     writers = together(pool, [lambda s=s: s.writer(poll_seconds=None) for s in stores])
@@ -80,7 +81,7 @@ def race_to_open(server: Server, pool: ThreadPoolExecutor, racers: int) -> bool:
 
 
 def race_to_create(backends: list[ObjectBackend], pool: ThreadPoolExecutor, number: int) -> bool:
-    """Whether of all that sent one slot at once exactly one has it, and everybody else was told so."""
+    """Whether exactly one of several creates of one slot succeeded, and all others were told so."""
     key = f"log/{number:020d}"
     texts = [f"{number} of {n}".encode() * 20 for n in range(len(backends))]
     calls = [lambda b=b, text=text: b.create(key, text) for b, text in zip(backends, texts, strict=True)]
@@ -91,7 +92,7 @@ def race_to_create(backends: list[ObjectBackend], pool: ThreadPoolExecutor, numb
 
 
 def races(server: Server, opening: int, committing: int, racers: int = 4) -> Told:
-    """Race so often, of each kind."""
+    """Run `races` races of each kind."""
     told = Told()
     url = server.url()
     backends = [ObjectBackend(url, server.options) for _ in range(racers)]
@@ -109,7 +110,7 @@ def races(server: Server, opening: int, committing: int, racers: int = 4) -> Tol
 @click.option("--races", "number", default=1000)
 @click.option("--racers", default=4)
 def main(number: int, racers: int) -> None:
-    """A fifth of the races are to open, the others to commit."""
+    """Run races: a fifth of them to open, the others to commit."""
     warnings.simplefilter("ignore")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ckptstore-races-") as folder, serving(Path(folder)) as server:

@@ -1,7 +1,7 @@
-"""A real S3 server for tests: ministack on loopback, one process for each worker of pytest. Or one that is given.
+"""A real S3 server for tests: ministack on loopback, one process for each pytest worker; or a given server.
 
 ``CKPTSTORE_TEST_S3_URL=s3://bucket/prefix`` sends the same tests to a real store, with the credentials and the endpoint
-of the environment (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...); each test works below a prefix of its own.
+of the environment (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...); each test uses its own prefix.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Server:
-    """Where stores can be made.
+    """A server for stores.
 
     Attributes:
         root: URL that prefixes are appended to.
@@ -44,11 +44,11 @@ class Server:
     port: int = 0
 
     def url(self) -> str:
-        """Of a new, empty place."""
+        """The URL of a new, empty place."""
         return f"{self.root}/{uuid.uuid4().hex}"
 
     def environment(self) -> dict[str, str]:
-        """What another process needs to reach it."""
+        """The environment of another process that uses the server."""
         if not self.port:
             return {}
         return {
@@ -101,7 +101,7 @@ def serving(folder: Path) -> Iterator[Server]:
 
 @contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str], port: int, folder: Path) -> Iterator[None]:
-    """A program that serves on a port of loopback until the ``with`` ends; `folder` is its own, and gone with it."""
+    """Run a program that serves on a loopback port until the ``with`` ends; its `folder` is deleted with it."""
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
     try:

@@ -1,17 +1,17 @@
-"""Part ``arriving``: media that create a slot by parts, so that readers see it torn before they see it whole.
+"""Part ``arriving``: media that create a slot in parts, so that readers see it torn before they see it whole.
 
 A is a writer whose OPEN is in slot 0. B reads and opens a term. A reader reads twice, the second time from its view.
-Every object appears empty, grows by parts, and is whole at the end; only then may its writer acknowledge it. Time goes
-by in ticks. A writer that is neither killed nor stopped adds a part within fewer than `STILL` ticks. One that is
-stopped adds the next part any time later.
+Every object appears empty, grows in parts, and is whole at the end; only then may its writer acknowledge it. Time
+passes in ticks. A writer that is neither killed nor stopped adds a part within fewer than `STILL` ticks. A stopped
+writer adds the next part any time later.
 
-READ is made of single looks, as in `ckptstore.log.partial_objects`: a torn slot is read again after pauses, until it is
-whole, has not grown for `STILL` pauses, or its successor was there before it was read again. A reader that gave a slot
-up, and then finds its successor, reads it once more. Nothing is lost or deleted here.
+READ consists of single looks, as in `ckptstore.log.partial_objects`: a torn slot is read again after pauses, until it
+is whole, has not grown for `STILL` pauses, or its successor was there before it was read again. A reader that gave up a
+slot, and then finds its successor, reads it once more. Nothing is lost or deleted here.
 
-Invariants: no slot is taken for damaged while its writer is at work, or when it is whole; nobody waits for a dead
-writer, and nobody is kept from opening by one; what was acknowledged before a READ began is in its view; and what is
-ever acknowledged in a slot before an OPEN that counts is in the view of that OPEN (its term folds that view).
+Invariants: no slot is treated as damaged while its writer is at work, or when it is whole; no reader waits for a dead
+writer, and no dead writer prevents an open; whatever was acknowledged before a READ began is in its view; and whatever
+is ever acknowledged in a slot before an OPEN that counts is in the view of that OPEN (its term folds that view).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STILL: Final = 2
 class ArrivingRules:
     """Bounds of the search, and the rules of the protocol, each of which a mutant breaks."""
 
-    parts: int = 2  # 0: media that create whole
+    parts: int = 2  # 0: media that create atomically
     commits: tuple[int, int] = (2, 1)
     opens: int = 1  # of B
     reads: int = 2
@@ -41,18 +41,18 @@ class ArrivingRules:
     stops: int = 0
     # -- the rules
     waits: bool = True  # a torn newest slot is no damage yet
-    passes_over: bool = False  # a torn slot is taken for absent
+    passes_over: bool = False  # a torn slot is treated as absent
     gives_up: bool = True
     growth_counts: bool = True  # the pauses are counted from the last growth
-    reads_after_successor: bool = True  # what was read before the successor was seen decides nothing
+    reads_after_successor: bool = True  # a read from before the successor was seen decides nothing
     view_looks: bool = True  # a reader that continues from a view whose last slot was torn looks at that slot
     looks_back: bool = True  # a reader that finds the slot after one that it gave up reads that one again
-    open_looks: bool = True  # an OPEN over a torn slot counts only if the slot is the same when the OPEN is there
+    open_looks: bool = True  # an OPEN over a torn slot counts only if the slot is unchanged when the OPEN is there
     commit_looks: bool = True  # a commit is acknowledged only if nothing follows it when it is whole
 
 
 class Rec(NamedTuple):
-    """A record: ``O``PEN, or COMMIT number `number`, of one life of a writer. `previous` stands for a hash of bytes."""
+    """A record: ``O``PEN, or COMMIT number `number`, of one life of a writer. `previous` represents a hash of bytes."""
 
     kind: str
     term: int
@@ -65,14 +65,14 @@ class Rec(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """What a slot holds: the first `size` parts of a record."""
+    """The bytes of a slot: the first `size` parts of a record."""
 
     record: Rec
     size: int
 
 
 class View(NamedTuple):
-    """What a READ found: records, ``torn``, or ``stray`` (whole, and does not continue the log)."""
+    """The result of a READ: records, ``torn``, or ``stray`` (whole, and does not continue the log)."""
 
     entries: tuple[Rec | str, ...] = ()
     last: Bytes | None = None
@@ -91,7 +91,7 @@ class Look(NamedTuple):
     still: int = 0
     sure: bool = False  # the slot before was torn, and still is although this one is there
     known: frozenset[Bytes] = frozenset()  # torn for good, as this process has found before
-    begun: frozenset[tuple[int, Rec]] = frozenset()  # what was acknowledged when it began
+    begun: frozenset[tuple[int, Rec]] = frozenset()  # the acknowledgements when it began
     carried: int = 0  # slots of the view that it began from
     dead: frozenset[str] = frozenset()  # writers that were dead when it began
 
@@ -112,7 +112,7 @@ class Writer(NamedTuple):
 
 
 class State(NamedTuple):
-    """The whole world. `lives`: writers that were killed."""
+    """The whole state. `lives`: writers that were killed."""
 
     slots: tuple[Bytes | None, ...]
     a: Writer
@@ -141,7 +141,7 @@ class ArrivingModel:
         return State((opened, *empty), Writer("own", 0, 1, 1, opened), Writer("idle"))
 
     def successors(self, state: State) -> Iterable[tuple[str, State]]:
-        """Everything that anybody can do next."""
+        """Everything that can happen next."""
         self._check_owner(state)
         yield from self._write(state, "a")
         yield from self._write(state, "b")
@@ -176,7 +176,7 @@ class ArrivingModel:
         return Look("get", view, None, 0, False, look.known, state.acknowledged, len(view.entries), state.dead)
 
     def _read(self, state: State, look: Look, who: str) -> Iterator[tuple[str, Look]]:
-        """One look of a READ that is under way."""
+        """One look of a READ in progress."""
         seq = len(look.view.entries)
         found = state.slots[seq] if seq < self.rules.slots else None
         if look.phase == "get":
@@ -221,7 +221,7 @@ class ArrivingModel:
                 yield f"{who} reads slot {seq} again", look._replace(phase="torn", seen=found, still=min(still, STILL))
 
     def _taken(self, state: State, look: Look, found: Bytes) -> Look:
-        """The slot counts as what was found: a record, or damage."""
+        """The slot counts as found: a record, or damage."""
         view, seq = look.view, len(look.view.entries)
         entry: Rec | str = "stray"
         known = look.known
@@ -258,7 +258,7 @@ class ArrivingModel:
         for seq, record in look.begun:
             if seq < len(entries) and entries[seq] == record:
                 continue
-            # A slot that something was opened over stays damaged in the views that were read on from then: they say so.
+            # A slot that something was opened over stays damaged in views that continue from one of that time.
             if seq < look.carried - 1 and entries[seq] == "torn":
                 continue
             raise ViolationError(f"the view of {who} lacks {record}, which was acknowledged before it was read")
@@ -336,7 +336,7 @@ class ArrivingModel:
             )
 
     def _part(self, state: State, name: str, writer: Writer) -> Steps:
-        """A slot grows, or is whole, and its creation returns."""
+        """A slot grows, or becomes whole, and its creation returns."""
         who, there = name.upper(), state.slots[writer.slot]
         assert there is not None
         if not self._whole(there):

@@ -1,7 +1,7 @@
-"""Every search: what it explores and what it has to find.
+"""Every search: its bounds and its expected result.
 
 ``…_HOLDS`` is the protocol as it is, small enough for every change; ``…_HOLDS_FULL`` takes minutes. Each of the
-``…_MUTANTS`` leaves one rule out, and has to be caught.
+``…_MUTANTS`` omits one rule, and must be caught.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LOG_HOLDS: dict[str, LogRules] = {
     "2 writers, 1 of them slow, 1 fault": LogRules(opens=(1, 2), commits=(2, 0), slots=4, readers=0),
     "1 writer that opens twice, 1 fault": LogRules(writers=1, readers=0, opens=(2, 2), commits=(3,), slots=5),
     "K = 3, 1 writer, a reader": LogRules(writers=1, every=3, commits=(3,), slots=5, faults=0),
-    "1 writer, a reader that reads on from its view": LogRules(writers=1, commits=(3,), slots=4, reads=2, faults=0),
+    "1 writer, a reader that continues from its view": LogRules(writers=1, commits=(3,), slots=4, reads=2, faults=0),
 }
 LOG_HOLDS_FULL: dict[str, LogRules] = {
     "2 writers, a reader": LogRules(slots=4, faults=0),
-    "2 writers that begin again from their views, 1 fault": LogRules(
+    "2 writers that restart from their views, 1 fault": LogRules(
         opens=(2, 2), commits=(2, 1), slots=4, readers=0, views=True
     ),
-    "2 writers, 1 of them slow, a reader that reads on from its view": LogRules(
+    "2 writers, 1 of them slow, a reader that continues from its view": LogRules(
         commits=(2, 0), slots=4, reads=2, faults=0
     ),
     "2 writers, 1 of them slow, a reader, 1 fault": LogRules(commits=(2, 0), slots=4),
@@ -51,14 +51,14 @@ LOG_MUTANTS: dict[str, LogRules] = {
     "an OPEN is not verified": LogRules(verify_open=False, readers=0, commits=(3, 1), faults=0),
     "OPENs are deleted": LogRules(keep_opens=False, readers=0, commits=(1, 2), faults=0),
     "anchors are deleted": LogRules(keep_anchors=False, readers=0, commits=(4, 0), slots=6, faults=0),
-    "slots go before the next anchor exists": LogRules(
+    "slots are deleted before the next anchor exists": LogRules(
         anchor_before_deletion=False, readers=0, every=3, commits=(3, 1), faults=0
     ),
-    "slots go up to the newest fold": LogRules(delete_up_to="newest", readers=0, commits=(3, 0)),
+    "slots are deleted up to the newest fold": LogRules(delete_up_to="newest", readers=0, commits=(3, 0)),
     "a read is not validated by the anchor": LogRules(
         validate_read=False, writers=1, commits=(4,), slots=5, every=3, faults=0
     ),
-    "strays are not known by their terms": LogRules(
+    "strays are not recognized by their terms": LogRules(
         check_terms=False, opens=(1, 2), commits=(2, 0), slots=4, readers=0, faults=0
     ),
     "a refused create is taken for success": LogRules(read_back="take for success", readers=0),
@@ -66,7 +66,7 @@ LOG_MUTANTS: dict[str, LogRules] = {
     "a slot gets other bytes after CommitUnknown": LogRules(
         resend_identical=False, writers=1, commits=(5,), faults=2, readers=0
     ),
-    "an absent slot is taken for lost without asking for the anchor": LogRules(
+    "an absent slot is taken for lost without a look at the anchor": LogRules(
         ask_anchor_before_lost=False, writers=1, commits=(4,), faults=0
     ),
     "an anchor after a stray is taken for damage": LogRules(
@@ -129,7 +129,7 @@ STORE_MUTANTS: dict[str, StoreRules] = {
     "a request is not checked against the catalog": StoreRules(
         requests_checked=False, opens=1, checkpoints=3, compactors=1, readers=0, records=6
     ),
-    "a request is checked for what it adds, and not for what others need": StoreRules(
+    "a request is checked for its additions, and not for the needs of others": StoreRules(
         requests_checked_for_others=False,
         frees_bases=True,
         opens=1,
@@ -139,10 +139,10 @@ STORE_MUTANTS: dict[str, StoreRules] = {
         readers=0,
         collectors=0,
     ),
-    "a compactor that frees bases pins nothing that lasts": StoreRules(
+    "a compactor that frees bases keeps no pin": StoreRules(
         read_after_pin=False, frees_bases=True, opens=1, checkpoints=3, compactors=1, readers=0, records=5
     ),
-    "a compactor writes under a term of its own making": StoreRules(
+    "a compactor writes under an invented term": StoreRules(
         compactor_writes_under_the_term=False, opens=1, compactors=1, readers=0
     ),
 }
@@ -158,7 +158,7 @@ PRUNE_HOLDS_FULL: dict[str, PruneModel] = {
     ),
 }
 PRUNE_MUTANTS: dict[str, PruneModel] = {
-    "the newest may go": PruneModel(StoreRules(opens=1, compactors=1, readers=0, collectors=0), "none"),
+    "the newest may be retired": PruneModel(StoreRules(opens=1, compactors=1, readers=0, collectors=0), "none"),
     "the newest is the highest of all": PruneModel(
         StoreRules(compactors=1, readers=0, collectors=0, records=6), "highest"
     ),
@@ -168,7 +168,7 @@ PRUNE_MUTANTS: dict[str, PruneModel] = {
     "a prune is not checked against the catalog": PruneModel(
         StoreRules(opens=1, checkpoints=3, compactors=1, readers=0, collectors=0, records=6, requests_checked=False)
     ),
-    "what the kept build on is dropped": PruneModel(StoreRules(opens=1, readers=0, collectors=0, keep_bases=False)),
+    "bases of kept checkpoints are dropped": PruneModel(StoreRules(opens=1, readers=0, collectors=0, keep_bases=False)),
 }
 
 COMPACT_HOLDS: dict[str, CompactModel] = {
@@ -190,13 +190,13 @@ COMPACT_HOLDS_FULL: dict[str, CompactModel] = {
 }
 _MOVE: Final = StoreRules(opens=1, records=5, compactors=1, readers=0, collectors=0, frees_bases=True)
 COMPACT_MUTANTS: dict[str, CompactModel] = {
-    "what was written is not read back": CompactModel(_MOVE, read_back=False),
-    "what is decoded is not compared": CompactModel(_MOVE, compared=False, damages=1),
-    "the drops are asked for before the new encoding, and not checked": CompactModel(
+    "a written segment is not read back": CompactModel(_MOVE, read_back=False),
+    "decoded data is not compared": CompactModel(_MOVE, compared=False, damages=1),
+    "the drops are requested before the new encoding, and not checked": CompactModel(
         replace(_MOVE, requests_checked=False), one_record=False
     ),
-    "the newest may go with a prune": CompactModel(_MOVE, "none"),
-    "a move is not checked against what was retired since": CompactModel(
+    "a prune may retire the newest": CompactModel(_MOVE, "none"),
+    "a move is not checked against later retirements": CompactModel(
         replace(_MOVE, checkpoints=3, records=6, requests_checked=False)
     ),
     "two moves free each other's bases": CompactModel(
@@ -205,8 +205,8 @@ COMPACT_MUTANTS: dict[str, CompactModel] = {
     "a move of an older term is carried out": CompactModel(
         replace(_MOVE, opens=2, records=6, requests_of_own_term=False)
     ),
-    "a move pins nothing that lasts": CompactModel(replace(_MOVE, checkpoints=3, collectors=1, read_after_pin=False)),
-    "gc takes what a move has written and not yet asked for": CompactModel(replace(_MOVE, collectors=1, orphans="all")),
+    "a move keeps no pin": CompactModel(replace(_MOVE, checkpoints=3, collectors=1, read_after_pin=False)),
+    "gc deletes segments of a move before its request": CompactModel(replace(_MOVE, collectors=1, orphans="all")),
 }
 
 POWER_HOLDS: dict[str, PowerRules] = {"everyone settles what it saw before it acts on it": PowerRules()}
@@ -238,7 +238,7 @@ LOSS_HOLDS_FULL: dict[str, LossRules] = {
     ),
 }
 LOSS_MUTANTS: dict[str, LossRules] = {
-    "nobody looks for slots above an absent one": LossRules(look_above=False, copies=0),
+    "slots above an absent one are not looked for": LossRules(look_above=False, copies=0),
     "slots do not name the one before": LossRules(linked=False, copies=0, opens=(2, 1), commits=(2, 2)),
     "commits do not repeat the nonce of their OPEN": LossRules(nonces=False, copies=0, opens=(2, 1), commits=(2, 2)),
     "folds do not name their last slot": LossRules(folds_carry_last=False, copies=0),
@@ -252,29 +252,31 @@ LOSS_MUTANTS: dict[str, LossRules] = {
 
 
 ARRIVING_HOLDS: dict[str, ArrivingRules] = {
-    "a writer that may be killed, a reader that reads on from its view": ArrivingRules(opens=0),
+    "a writer that may be killed, a reader that continues from its view": ArrivingRules(opens=0),
     "a writer that is stopped for a while, a reader": ArrivingRules(opens=0, kills=0, stops=1),
     "a writer that is killed or stopped, another one that opens twice": ArrivingRules(
         reads=0, opens=2, kills=2, stops=1
     ),
     "2 writers, a reader": ArrivingRules(commits=(1, 1), slots=4, reads=1),
-    "a medium that creates whole": ArrivingRules(parts=0),
+    "a medium that creates atomically": ArrivingRules(parts=0),
 }
 ARRIVING_HOLDS_FULL: dict[str, ArrivingRules] = {
     "2 writers, one of them stopped, a reader": ArrivingRules(kills=0, reads=1, stops=1),
-    "2 writers that are killed, a reader that reads on from its view": ArrivingRules(slots=4),
+    "2 writers that are killed, a reader that continues from its view": ArrivingRules(slots=4),
 }
 ARRIVING_MUTANTS: dict[str, ArrivingRules] = {
     "a torn newest slot is damage at once": ArrivingRules(waits=False, opens=0),
-    "a torn newest slot is passed over for ever": ArrivingRules(passes_over=True, reads=0),
+    "a torn newest slot is ignored for ever": ArrivingRules(passes_over=True, reads=0),
     "a torn newest slot is waited for for ever": ArrivingRules(gives_up=False, opens=0),
     "a slot that grows is given up": ArrivingRules(growth_counts=False, opens=0, kills=0),
-    "what was read before the successor was seen decides": ArrivingRules(reads_after_successor=False, opens=0, kills=0),
-    "a view that ends in a torn slot is read on from": ArrivingRules(view_looks=False, opens=0, kills=0, stops=1),
+    "a read from before the successor was seen decides": ArrivingRules(reads_after_successor=False, opens=0, kills=0),
+    "a reader continues from a view that ends in a torn slot": ArrivingRules(
+        view_looks=False, opens=0, kills=0, stops=1
+    ),
     "a slot that was given up is not read again when its successor is found": ArrivingRules(
         looks_back=False, reads=0, kills=0, stops=1
     ),
-    "an OPEN counts over a slot that is whole by then": ArrivingRules(open_looks=False, reads=0, kills=0, stops=1),
+    "an OPEN over a slot that is whole by then counts": ArrivingRules(open_looks=False, reads=0, kills=0, stops=1),
     "a commit is acknowledged although a term was opened over it": ArrivingRules(
         commit_looks=False, reads=0, kills=0, stops=1
     ),
@@ -282,27 +284,27 @@ ARRIVING_MUTANTS: dict[str, ArrivingRules] = {
 
 
 RECYCLE_HOLDS: dict[str, RecycleRules] = {
-    "locks and leases, a reader, a stranger, a zombie, a power cut": RecycleRules(),
-    "our reader is safe by the locks alone": RecycleRules(lease=False, strangers=False),
-    "everybody is safe by the leases alone": RecycleRules(writers_lock=False, readers_lock=False),
+    "locks and leases, a reader, a foreign reader, a zombie, a power cut": RecycleRules(),
+    "locks alone protect our reader": RecycleRules(lease=False, strangers=False),
+    "leases alone protect all readers": RecycleRules(writers_lock=False, readers_lock=False),
 }
 RECYCLE_MUTANTS: dict[str, RecycleRules] = {
     "neither a writer's lock nor a lease": RecycleRules(writers_lock=False, lease=False, strangers=False),
     "neither a reader's lock nor a lease": RecycleRules(readers_lock=False, lease=False, strangers=False),
     "no lease": RecycleRules(lease=False),
-    "the lease is given back before the header is cleared": RecycleRules(lease_until_cleared=False),
+    "the lease is released before the header is cleared": RecycleRules(lease_until_cleared=False),
     "the header is not cleared": RecycleRules(clear=False),
-    "the header goes out first": RecycleRules(header_last=False),
+    "the header is written first": RecycleRules(header_last=False),
     "a reader does not compare the header": RecycleRules(readers_compare=False),
-    "a second name is not looked for": RecycleRules(one_name=False),
-    "whose name it is is not looked at": RecycleRules(own_name=False),
-    "names are looked at before the lease is there": RecycleRules(names_under_lease=False),
+    "a second name is not checked for": RecycleRules(one_name=False),
+    "the owner of the name is not checked": RecycleRules(own_name=False),
+    "names are checked before the lease is held": RecycleRules(names_under_lease=False),
 }
 
 
 TIERS_HOLDS: dict[str, TiersRules] = {
     "a machine that opens again, another one, kills, a lost disk, gc": TiersRules(commits=(2, 0), late=0),
-    "creates that land late": TiersRules(opens=(1, 1), losses=0, collect=False),
+    "creates that arrive late": TiersRules(opens=(1, 1), losses=0, collect=False),
     "2 drains of a machine": TiersRules(opens=(1, 1), commits=(1, 0), drains=2, losses=0),
 }
 TIERS_HOLDS_FULL: dict[str, TiersRules] = {
@@ -312,25 +314,23 @@ TIERS_HOLDS_FULL: dict[str, TiersRules] = {
     "both open twice": TiersRules(opens=(2, 2), commits=(2, 2)),
 }
 TIERS_MUTANTS: dict[str, TiersRules] = {
-    "an OPEN goes to the machine alone": TiersRules(remote_first=False),
-    "a term is opened over what could be drained": TiersRules(drain_before_open=False),
-    "the slot goes before the segments": TiersRules(segments_first=False),
+    "an OPEN is written only to the machine": TiersRules(remote_first=False),
+    "a term is opened before undrained commits are drained": TiersRules(drain_before_open=False),
+    "the slot is written before the segments": TiersRules(segments_first=False),
     "the newest commit is drained first": TiersRules(in_order=False),
-    "a taken slot is taken for one's own": TiersRules(read_back=False),
+    "a taken slot is treated as its own": TiersRules(read_back=False),
     "a drain does not compare terms": TiersRules(terms_compared=False),
     "a drain resumes from its own memory": TiersRules(resume_from_remote=False),
-    "the remote is said to have what the machine has": TiersRules(acknowledge_drained=False),
-    "gc deletes what is not drained": TiersRules(keep_undrained=False),
-    "who rejoins takes over the remote's log, and its own is gone": TiersRules(keep_branches=False),
+    "the remote is reported to have all that the machine has": TiersRules(acknowledge_drained=False),
+    "gc deletes undrained segments": TiersRules(keep_undrained=False),
+    "a machine that rejoins replaces its log by the remote's": TiersRules(keep_branches=False),
     "branches are not reported": TiersRules(report_branches=False),
 }
 
 
 REMOTE_HOLDS: dict[str, RemoteRules] = {
     "a drain, a prune, gc, another machine": RemoteRules(saves=2),
-    "what is damaged here, a prune that asks, gc, a reader": RemoteRules(
-        damages=1, opens=0, elsewhere=0, take_over=False
-    ),
+    "local damage, a prune that asks, gc, a reader": RemoteRules(damages=1, opens=0, elsewhere=0, take_over=False),
     "2 drains beside a prune that asks": RemoteRules(drains=2, opens=0, elsewhere=0, take_over=False),
     "the remote begins as a copy of a part": RemoteRules(part=True, elsewhere=0),
     "a term without the remote, one of its number elsewhere, a reader": RemoteRules(
@@ -346,24 +346,26 @@ REMOTE_HOLDS_FULL: dict[str, RemoteRules] = {
 }
 _DAMAGE: Final = RemoteRules(damages=1, opens=0, elsewhere=0, take_over=False)
 REMOTE_MUTANTS: dict[str, RemoteRules] = {
-    "an OPEN does not say how far the term before it had come": RemoteRules(reached_told=False),
-    "nobody minds what a term lacks": RemoteRules(damages=1, prunes=0, lacks_minded=False),
-    "what is left out is noted when all else is there": RemoteRules(damages=1, prunes=0, lacks="last"),
-    "what is left out is not noted": RemoteRules(damages=1, prunes=0, lacks="never"),
+    "an OPEN does not have the last step of the term before it": RemoteRules(reached_told=False),
+    "missing steps of a term are ignored": RemoteRules(damages=1, prunes=0, lacks_minded=False),
+    "left-out steps are noted after everything else": RemoteRules(damages=1, prunes=0, lacks="last"),
+    "left-out steps are not noted": RemoteRules(damages=1, prunes=0, lacks="never"),
     "checkpoints are compared by their names": RemoteRules(alone=1, prunes=0, nonces=False),
-    "what was retired there is brought there again": replace(_DAMAGE, damages=0, never_again=False),
-    "what builds on what is gone there is brought": replace(_DAMAGE, bases_there=False),
-    "who finds a slot taken goes to the next": replace(_DAMAGE, drains=2, read_anew=False),
+    "checkpoints retired there are brought there again": replace(_DAMAGE, damages=0, never_again=False),
+    "deltas of missing bases are brought": replace(_DAMAGE, bases_there=False),
+    "a drain that finds a slot taken uses the next": replace(_DAMAGE, drains=2, read_anew=False),
     "a prune is not checked against the catalog": replace(_DAMAGE, requests_checked=False),
-    "a copy of a part does not say so": RemoteRules(part=True, elsewhere=0, part_told=False),
-    "what a copy of a part builds on was promised there": RemoteRules(part=True, elsewhere=0, part_trusted=True),
-    "gc takes what is brought and not named yet": replace(_DAMAGE, damages=0, prunes=0, gc_spares_newest=False),
-    "what is filled in is not compared": RemoteRules(alone=1, damages=1, prunes=0, fill_compares=False),
+    "a partial copy is not marked": RemoteRules(part=True, elsewhere=0, part_told=False),
+    "bases of a partial copy count as promised there": RemoteRules(part=True, elsewhere=0, part_trusted=True),
+    "gc deletes segments that are brought and not named yet": replace(
+        _DAMAGE, damages=0, prunes=0, gc_spares_newest=False
+    ),
+    "filled-in data is not compared": RemoteRules(alone=1, damages=1, prunes=0, fill_compares=False),
 }
 
 
 class Case(NamedTuple):
-    """One search and what it has to find."""
+    """One search and its expected result."""
 
     part: str
     name: str

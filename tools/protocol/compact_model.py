@@ -1,9 +1,9 @@
 """Part ``compact``: compaction with retention: prunes and moves beside a live writer that retires, gc, damage, kills.
 
-What the parts before have is here, too: a requester that prunes by rules, one that rebuilds a checkpoint and frees what
-it built on. New is what segments hold: one may be torn (its requester's write was cut), damaged (by the medium), or
-wrong (made of damaged ones, under hashes of its own). A requester may stop anywhere, and another begins: that it is the
-same command makes no difference, because it begins with what the log says.
+It includes the earlier parts: a requester that prunes by rules, one that rebuilds a checkpoint and frees its bases. New
+is the content of segments: one may be torn (its requester's write was cut), damaged (by the medium), or wrong (made
+from damaged ones, with its own hashes). A requester may stop anywhere, and another begins. Whether it is the same
+command makes no difference, because it begins with the log.
 
 Invariants: those of part ``prune``, and: a promised checkpoint that could be restored, each byte as it was saved, still
 can be after a move was accepted; no live segment is wrong.
@@ -29,9 +29,9 @@ class CompactModel(PruneModel):
     Attributes:
         damages: segments that the medium damages, at any time.
         torn: writes of a requester that may be cut, and look complete.
-        compared: what a requester decodes it compares with what was saved.
-        read_back: what it wrote it reads back and compares, before it asks for anything.
-        one_record: the new encoding and the drops are asked for together; else the drops first.
+        compared: the requester compares decoded data with the saved data.
+        read_back: it reads back and compares its segment before it posts a request.
+        one_record: one request has the new encoding and the drops; else the drops come first.
     """
 
     damages: int = 0
@@ -59,7 +59,7 @@ class CompactModel(PruneModel):
             yield what, following
 
     def _compare(self, before: State, after: State) -> None:
-        """A move takes nothing away: what was intact is."""
+        """A move loses nothing: everything intact stays intact."""
         then = catalog(after.log)
         for checkpoint in catalog(before.log).promised & then.promised:
             if _intact(before, checkpoint) and not _intact(after, checkpoint):
@@ -87,7 +87,7 @@ class CompactModel(PruneModel):
                     yield f"{_name(index)} reads the log, will rebuild {checkpoint}", _put(state, index, plan)
 
     def _rebuild(self, state: State, index: int, compactor: Reader) -> Steps:
-        """Decode through the chain, every chunk compared with its hash, and write it anew."""
+        """Decode through the chain, compare every chunk with its hash, and write it again."""
         name, segment = _name(index), _segment(index, compactor)
         if not state.segments.issuperset(compactor.path):
             raise ViolationError("a pinned segment was deleted under a requester")
@@ -113,7 +113,7 @@ class CompactModel(PruneModel):
             yield f"{_name(index)} has read {segment} back", _put(state, index, compactor._replace(phase="post"))
 
     def _ask(self, state: State, index: int, compactor: Reader) -> Steps:
-        """One record: the new encoding, and the drop of what nothing needs then."""
+        """One record: the new encoding, and the drop of segments that are then unneeded."""
         assert compactor.checkpoint is not None
         view = catalog(state.log[: compactor.end])
         old = tuple(

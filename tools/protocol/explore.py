@@ -12,22 +12,22 @@ __all__ = ["Model", "Result", "ViolationError", "explore"]
 
 
 class ViolationError(Exception):
-    """An invariant does not hold in the state whose successors were asked for."""
+    """An invariant does not hold in the state whose successors were requested."""
 
 
 class Model(Protocol):
     """A transition system. States are hashable values."""
 
     def initial(self) -> Hashable:
-        """The state it begins in."""
+        """The initial state."""
 
     def successors(self, state: Any) -> Iterable[tuple[str, Hashable]]:
-        """What can happen next: (what, state). Raises `ViolationError` if `state`, or the step, is wrong."""
+        """The possible next steps: (event, state). Raises `ViolationError` if `state`, or the step, is wrong."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         verdict: ``holds``: every reachable state was visited; ``violated``; ``bounded``: none found within the bound.
@@ -45,7 +45,7 @@ class Result:
 
 
 def explore(model: Model, max_states: int = 5_000_000) -> Result:
-    """Visit every reachable state, nearest first, so that a trace is as short as can be."""
+    """Visit every reachable state, nearest first, so that traces are as short as possible."""
     begun = time.monotonic()
     start = model.initial()
     came_from: dict[Hashable, tuple[str, Hashable] | None] = {start: None}

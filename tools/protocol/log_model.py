@@ -1,11 +1,11 @@
 """Part ``log``: slots, terms, folds and deletion, under lost, late and duplicated creates and listings that lie.
 
-The medium creates a slot if it is absent, one at a time. What was created first in slot n, when n slots had ever been
+The medium creates a slot if it is absent, one at a time. The first record created in slot n, once n slots had been
 created, is history. Writers open and commit; readers READ; folds appear, and folds and slots disappear, at any time.
 
-Invariants: whatever was acknowledged is history; terms go up and a fenced writer adds nothing; a READ ends with the
-history at one instant between its begin and its end; who stops as fenced was fenced; and a reader alone on a quiet
-store gets to the end of the log, whichever of the two newest folds it begins from.
+Invariants: everything acknowledged is history; terms go up and a fenced writer adds nothing; a READ ends with the
+history at one instant between its begin and its end; a process that stops as fenced was fenced; and a reader alone on a
+quiet store reaches the end of the log, whichever of the two newest folds it begins from.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LogRules:
     every: int = 2  # K
     reads: int = 1  # per reader; a later one may begin from the view of the one before
     views: bool = False  # an opener that lost the race begins again from its view
-    faults: int = 1  # creates that lose their answer, come late or come twice
+    faults: int = 1  # creates that lose their answer, arrive late or arrive twice
     # -- the rules
     verify_open: bool = True
     keep_opens: bool = True
@@ -71,13 +71,13 @@ class Reading(NamedTuple):
     begun: int  # length of the history when the read began
     next: int = 0
     term: int = 0
-    wrong: bool = False  # it took something for history that is not
+    wrong: bool = False  # it took a record for history that is not
 
 
 class Process(NamedTuple):
     """A writer or a reader. `phase`: idle | read | open | open? | verify | own | ack | commit? | stopped.
 
-    `opens` counts a reader's READs. An idle process with a `slot` has a view of its own that ends there.
+    `opens` counts a reader's READs. An idle process with a `slot` has its own view that ends there.
     """
 
     phase: str
@@ -89,7 +89,7 @@ class Process(NamedTuple):
 
 
 class State(NamedTuple):
-    """The whole world. `folds` holds the slots that folds go through; -1, "no fold", is always there."""
+    """The whole state. `folds` holds the slots that folds go through; -1, "no fold", is always there."""
 
     slots: tuple[Rec | None, ...]
     history: tuple[Rec, ...]
@@ -110,12 +110,12 @@ class LogModel:
     rules: LogRules
 
     def initial(self) -> State:
-        """An empty store; nobody has done anything."""
+        """An empty store; no process has done anything."""
         processes = (Process("idle"),) * (self.rules.writers + self.rules.readers)
         return State((None,) * self.rules.slots, (), frozenset([-1]), processes, frozenset(), 0, frozenset())
 
     def successors(self, state: State) -> Iterable[tuple[str, State]]:
-        """Everything that anybody, or the medium, can do next."""
+        """Everything that any process, or the medium, can do next."""
         self._check_history(state)
         self._check_progress(state)
         for index in range(len(state.processes)):
@@ -143,7 +143,7 @@ class LogModel:
                 raise ViolationError("a fenced writer's record is history")
 
     def _check_progress(self, state: State) -> None:
-        """A reader alone, the world standing still, reaches the end of the log; the newest fold may be unreadable."""
+        """A reader alone on a quiet store reaches the end of the log; the newest fold may be unreadable."""
         if not self.rules.validate_read:
             return
         for fold in sorted(state.folds)[-2:]:
@@ -165,7 +165,7 @@ class LogModel:
         )
 
     def _never_deleted(self, state: State, seq: int) -> bool:
-        """What a GET of the anchor above tells."""
+        """The conclusion from a GET of the anchor above."""
         every = self.rules.every
         anchor = (seq // every + 1) * every
         return seq % every == 0 or anchor >= self.rules.slots or state.slots[anchor] is None
@@ -188,7 +188,7 @@ class LogModel:
             yield f"{name}'s create of slot {seq} times out, still on its way: {record}", _set(faulty, index, doubt)
 
     def _folds(self, state: State) -> Steps:
-        """A fold of any prefix, by anyone, however late; and deletion, in any order, as far as the rules allow."""
+        """A fold of any prefix, by any process, however late; and deletion, in any order, as far as the rules allow."""
         rules, folds = self.rules, sorted(state.folds)
         if len(folds) < rules.folds:
             for seq in range(len(state.history)):
@@ -235,7 +235,7 @@ class LogModel:
             yield f"{name} begins from its view", _set(state, index, busy._replace(reading=reading))
 
     def _read(self, state: State, index: int, process: Process, reading: Reading) -> Steps:
-        """READ. The listing is not atomic: a fold that came or went meanwhile is seen or missed."""
+        """READ. The listing is not atomic: a fold that appeared or vanished meanwhile is seen or missed."""
         name, seq = _name(index), reading.next
         again = _set(state, index, process._replace(phase="idle", reading=None))
 

@@ -1,16 +1,17 @@
 """Part ``loss``: slots that the medium loses or damages, and an older copy of the store put back under live writers.
 
-Slots are created one at a time and answers are never lost (part ``log`` has that); a READ is one step, and
-so is an OPEN with its READ, but for `slow_opens`, which are created any time later. What a fold holds is what
-its maker read. Nothing is deleted by the rules, so an absent slot below another one is always a loss.
+Slots are created one at a time and answers are never lost (part ``log`` has that); a READ is one step, and so is an
+OPEN with its READ, but for `slow_opens`, which are created any time later. A fold holds what its maker read. Nothing is
+deleted by the rules, so an absent slot below another one is always a loss.
 
-The end of the log can be lost without a trace: when everything above is gone, too, nothing is left that proves it. Such
+The end of the log can be lost without a trace: if everything above is gone, too, nothing is left that proves it. Such
 records are *forgotten*. And a slot that is lost below a fold can be created once more, by a writer that the lost record
-had fenced: who begins from the fold does not look there, `verify`, which begins from slot 0, does. Invariants, for
-whoever reads, from slot 0 or from any fold: a view without damage holds everything acknowledged in the slots that it
-looks at and not forgotten; what it applies continues what it applied before; `latest` is the newest record of the
-newest term or an error, never an older one; and with writers that look before they commit, no slow OPENs, and no losses
-but an older copy, what is acknowledged is in every view from then on.
+had fenced: a reader that begins from the fold does not look there; `verify`, which begins from slot 0, does.
+
+Invariants, for every reader, from slot 0 or from any fold: a view without damage holds everything that was acknowledged
+in the slots that it looks at and not forgotten; each record that it applies continues the one before; `latest` is the
+newest record of the newest term or an error, never an older one; and with writers that look before they commit, no slow
+OPENs, and no losses but an older copy, every acknowledged record is in every view from then on.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class LossRules:
 
 
 class Rec(NamedTuple):
-    """A record: ``O``PEN, or its term's COMMIT number `number`. `previous` stands for the hash of the slot before."""
+    """A record: ``O``PEN, or its term's COMMIT number `number`. `previous` represents the hash of the slot before."""
 
     kind: str
     term: int
@@ -64,12 +65,12 @@ class Rec(NamedTuple):
 
 BAD: Final = "unreadable"
 _NOTHING: Final = "nothing"
-"""What the folds of a mutant say of their last slot."""
+"""The last slot in the folds of a mutant."""
 Slot = Rec | str | None
 
 
 class View(NamedTuple):
-    """What a READ found. `entries` has None for every slot that is damaged, missing, or does not follow."""
+    """The result of a READ. `entries` has None for every slot that is damaged, missing, or does not follow."""
 
     entries: tuple[Rec | None, ...] = ()
     last: Slot = None
@@ -80,7 +81,7 @@ class View(NamedTuple):
 
     @property
     def newest(self) -> Rec | None:
-        """The record that says which term is the newest."""
+        """The record that determines the newest term."""
         return max((record for record in self.entries if record), key=lambda record: record.term, default=None)
 
     def opening(self, term: int) -> int:
@@ -104,7 +105,7 @@ class Writer(NamedTuple):
 
 
 class State(NamedTuple):
-    """The whole world."""
+    """The whole state."""
 
     slots: tuple[Slot, ...]
     folds: frozenset[View] = frozenset()
@@ -117,7 +118,7 @@ class State(NamedTuple):
 
 
 class _UnknownError(Exception):
-    """`latest` cannot be told."""
+    """`latest` is unknown."""
 
 
 Steps = Iterator[tuple[str, State]]
@@ -130,11 +131,11 @@ class LossModel:
     rules: LossRules
 
     def initial(self) -> State:
-        """An empty store; nobody has done anything."""
+        """An empty store; no process has done anything."""
         return State((None,) * self.rules.slots, writers=(Writer(),) * self.rules.writers)
 
     def successors(self, state: State) -> Iterable[tuple[str, State]]:
-        """Everything that anybody, or the medium, can do next."""
+        """Everything that any process, or the medium, can do next."""
         for start in (View(), *state.folds):
             self._check(state, start)
         for index in range(len(state.writers)):
@@ -153,7 +154,7 @@ class LossModel:
         entries, last = list(start.entries), start.last
         there = slots[len(entries) - 1] if entries else None
         if self.rules.compare_folds and isinstance(there, Rec) and there != last != _NOTHING:
-            entries[-1] = None  # where the fold ends the log has another record: one of them is not this store's
+            entries[-1] = None  # where the fold ends, the log has another record: one of them is not this store's
         for seq in range(len(entries), len(slots)):
             record = slots[seq]
             above = slots[seq + 1 :] if self.rules.look_above else slots[seq + 1 : seq + 2]
@@ -177,7 +178,7 @@ class LossModel:
         return record.term > term and after_damage
 
     def _latest(self, view: View) -> Rec | None:
-        """Raises `_UnknownError` where the protocol says CorruptLogError."""
+        """The latest record. Raises `_UnknownError` where the protocol says CorruptLogError."""
         newest = view.newest
         if newest is None:
             if view.damage:
@@ -313,7 +314,7 @@ class LossModel:
 
 
 def _forget(state: State) -> State:
-    """What was acknowledged and is gone with everything above it leaves nothing that proves it."""
+    """An acknowledged record that is gone with everything above it leaves no proof."""
     top = max((seq for seq, record in enumerate(state.slots) if record is not None), default=-1)
     gone = {(seq, rec) for seq, rec in state.acknowledged if seq > top}
     return state._replace(forgotten=state.forgotten | gone)

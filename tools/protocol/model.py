@@ -1,7 +1,7 @@
 """``python -m tools.protocol.model [--quick] [PART ...]``: explore the protocol, and check that every mutant is caught.
 
 Exits with 1 if the protocol breaks, a mutant survives, or a search of the quick form is not exhaustive. The full form
-takes an hour and some gigabytes; what it cannot finish within ``--states`` it reports as bounded.
+takes an hour and several gigabytes; searches that exceed ``--states`` are reported as bounded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tools.protocol.explore import Result, explore
 
 
 def describe(case: Case, result: Result, surprising: bool, verbose: bool) -> str:
-    """A line per search; of a violation also the shortest way there, if it is a surprise."""
+    """A line per search; for an unexpected violation also the shortest way there."""
     line = f"[{case.part}] {case.name}: {result.verdict}, {result.states:,} states, {result.seconds:.1f} s"
     if result.message:
         line += f"; {result.message}"
@@ -27,7 +27,7 @@ def describe(case: Case, result: Result, surprising: bool, verbose: bool) -> str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the searches; 0 if everything is as it should be."""
+    """Run the searches; 0 if all results are as expected."""
     parser = argparse.ArgumentParser(prog="python -m tools.protocol.model", description=(__doc__ or "").split("\n")[0])
     parts = "log, loss, arriving, store, prune, compact, power, recycle, tiers or remote"
     parser.add_argument("parts", nargs="*", metavar="PART", help=parts)

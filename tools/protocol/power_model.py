@@ -1,11 +1,11 @@
-"""Part ``power``: POSIX names are visible before they are durable. Who acts on what it saw settles it first.
+"""Part ``power``: POSIX names are visible before they are durable. A process that acts on a name settles it first.
 
 Slot 1 adds segment b and drops segment a; slot 2 is the OPEN of the next writer; the fold goes through slot 1; slot 0
 is what it lets go. A power cut keeps every unlink (the worst case), every name that was fsynced, and any of the names
 that were not. So "if X survives, Y must" is broken as soon as X is visible while Y is not durable.
 
-Invariants: a slot that was acknowledged, or that a requester was told of, survives; no slot and no fold outlives the
-slots before it; what was unlinked on the strength of a name goes only if that name stays.
+Invariants: a slot that was acknowledged, or reported to a requester, survives; no slot and no fold outlives the slots
+before it; whatever was unlinked because of a name goes only if that name stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["PowerModel", "PowerRules"]
 
 @dataclass(frozen=True)
 class PowerRules:
-    """Who fsyncs the folder of what it has only seen."""
+    """Which processes fsync the folder of names that they have only seen."""
 
     create_syncs: bool = True  # a create fsyncs log/ before it is confirmed
     read_back_settles: bool = True  # a writer whose create failed after the link, and that reads its slot back

@@ -1,7 +1,7 @@
 """Part ``prune``: retention beside a live writer: its own retirements, a prune that asks it, gc, readers, forks.
 
-What the rules of retention keep is anybody's choice here, but for one: the newest checkpoint, which a run that goes on
-continues from, is never let go. The newest is that of the line: of a term that is empty still, what it continues from.
+The retention rules may keep anything here, with one exception: the newest checkpoint, from which a run continues, is
+never retired. It is the newest of the line: for a term that is still empty, the checkpoint that it continues from.
 
 Invariants: those of part ``store``, and: the newest checkpoint is promised.
 """
@@ -24,7 +24,7 @@ class PruneModel(StoreModel):
     """The store's model, in which the external process prunes, and nobody retires the newest checkpoint.
 
     Attributes:
-        newest: which one that is. ``line``: as the protocol has it. Mutants: ``highest``: of all that are promised,
+        newest: which one that is. ``line``: as in the protocol. Mutants: ``highest``: of all promised checkpoints,
             whatever branch it is on; ``none``: any may go.
     """
 
@@ -47,7 +47,7 @@ class PruneModel(StoreModel):
         return sorted(promised - {newest})
 
     def _compact(self, state: State, index: int, compactor: Reader) -> Iterator[tuple[str, State]]:
-        """A prune by rules that keep one more, or none more: what goes, and what nothing needs then."""
+        """A prune by rules that keep one more, or none: the retired checkpoints, and the segments unneeded then."""
         now = catalog(state.log)
         if compactor.phase != "idle":
             return
@@ -61,7 +61,7 @@ class PruneModel(StoreModel):
 
 
 def _newest(log: tuple[Rec, ...]) -> Checkpoint | None:
-    """The last checkpoint that the newest term was given; of an empty term, what it continues from."""
+    """The last checkpoint of the newest term; for an empty term, the one that it continues from."""
     parent: Checkpoint | None = None
     found: Checkpoint | None = None
     for record in log:

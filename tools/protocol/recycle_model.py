@@ -1,12 +1,12 @@
 """Part ``recycle``: one file that was segment A, and that two writers would like to overwrite with B and C.
 
 gc makes the dropped A a spare file; a power cut may bring its old name back. Writer 1 writes B, and may be a zombie:
-its term is over, and gc takes B's file from it, whatever it is doing. Writer 2 writes C. A reader of ours, whose pin
-was taken for dead, and somebody who knows nothing of the store come by A's path. To open a file is two steps: the path
-is looked up, and then the file is opened, however late and whatever its name is by then.
+its term is over, and gc takes B's file away, whatever the writer is doing. Writer 2 writes C. A reader of ours, whose
+pin was taken for dead, and a foreign reader that knows nothing of the store use A's path. Opening a file is two steps:
+the path is looked up, and then the file is opened, however late and whatever its name is by then.
 
-Invariants: a committed segment keeps its name and its bytes. Who has read a header finds the bytes that go with it for
-as long as he has the file open or mapped, verified or not.
+Invariants: a committed segment keeps its name and its bytes. A reader that has read a header finds the bytes that
+belong to it as long as it has the file open or mapped, verified or not.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ __all__ = ["RecycleModel", "RecycleRules"]
 
 @dataclass(frozen=True)
 class RecycleRules:
-    """What is done before a file is overwritten, and by whom it is used."""
+    """The steps before a file is overwritten, and its users."""
 
     writers_lock: bool = True
     readers_lock: bool = True
     readers_compare: bool = True  # the header with the log's hash of it
     lease: bool = True
-    lease_until_cleared: bool = True  # not given back before the old header is gone
-    one_name: bool = True  # refuse a file that has more names than one
+    lease_until_cleared: bool = True  # not released before the old header is gone
+    one_name: bool = True  # refuse a file that has several names
     own_name: bool = True  # and one whose name is not the one it was given
-    names_under_lease: bool = True  # and look when nobody else can open it
+    names_under_lease: bool = True  # and check when nobody else can open it
     clear: bool = True
     header_last: bool = True
     strangers: bool = True
 
 
 class State(NamedTuple):
-    """The file, and how far each is. Writers: see `_STEPS`; readers: begin, resolved, opened, locked, reading, end."""
+    """The file, and the progress of each process. Writers: see `_STEPS`; readers: begin, resolved, opened, locked,
+    reading, end."""
 
     names: frozenset[str] = frozenset({"old"})
     header: str = "A"
@@ -50,7 +51,7 @@ class State(NamedTuple):
     writer2: str = "begin"
     reader: str = "begin"
     stranger: str = "begin"
-    told: str = ""  # the header that the stranger has read
+    told: str = ""  # the header that the foreign reader has read
 
 
 _STEPS = (
@@ -66,7 +67,7 @@ _STEPS = (
     "writing",
     "written",
 )
-"""Of a writer, in order; then ``sealed``, ``committed`` or ``end``."""
+"""The steps of a writer, in order; then ``sealed``, ``committed`` or ``end``."""
 _OPEN = frozenset(_STEPS[3:])
 
 

@@ -1,4 +1,4 @@
-"""The log of a remote, as the model of part ``remote`` has it, and what a READ makes of it."""
+"""The log of a remote in the model of part ``remote``, and its catalog."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 __all__ = ["Catalog", "Checkpoint", "Nonce", "Rec", "base_of", "catalog", "needed", "retirements"]
 
 Nonce = tuple[int, str]
-"""A term and who opened it."""
+"""A term and its opener."""
 Checkpoint = tuple[Nonce, int]
 
 
@@ -20,7 +20,7 @@ class Rec(NamedTuple):
     nonce: Nonce
     checkpoints: tuple[Checkpoint, ...] = ()
     drops: tuple[Checkpoint, ...] = ()  # segments: each checkpoint has one
-    number: int | None = None  # of an OPEN: how far the term before had come; else the lowest step that is left out
+    number: int | None = None  # of an OPEN: the last step of the previous term; else the lowest step that is left out
 
     def __str__(self) -> str:
         what = " ".join(f"{step}@{nonce[0]}{nonce[1]}" for nonce, step in self.checkpoints)
@@ -43,7 +43,7 @@ class Catalog(NamedTuple):
 
     @property
     def live(self) -> frozenset[Checkpoint]:
-        """What is promised or held."""
+        """The checkpoints that are promised or held."""
         return (self.promised | self.retired) - self.dropped
 
     def lacking(self, nonce: Nonce) -> int | None:
@@ -51,20 +51,20 @@ class Catalog(NamedTuple):
 
 
 def base_of(checkpoint: Checkpoint) -> Checkpoint | None:
-    """What it is a delta on."""
+    """The base of a delta."""
     nonce, step = checkpoint
     return (nonce, 1) if step == 2 else None
 
 
 def needed(promised: Iterable[Checkpoint]) -> frozenset[Checkpoint]:
-    """These, and what they build on."""
+    """These checkpoints and all their bases."""
     found = set(promised)
     return frozenset(found | {base for one in found if (base := base_of(one)) is not None})
 
 
 @lru_cache(maxsize=200_000)
 def catalog(log: tuple[Rec, ...]) -> Catalog:
-    """READ."""
+    """READ the log."""
     terms: list[Nonce] = []
     promised: set[Checkpoint] = set()
     retired: set[Checkpoint] = set()
@@ -95,7 +95,7 @@ def catalog(log: tuple[Rec, ...]) -> Catalog:
 
 
 def retirements(there: Catalog) -> list[Rec]:
-    """What a prune of this view may retire, and drop: one, or all but the newest."""
+    """The checkpoints that a prune of this view may retire, and drop: one, or all but the newest."""
     choices = sorted(there.promised - {max(there.promised, default=None)})
     found = []
     for gone in {tuple(choices), *((one,) for one in choices)} - {()}:

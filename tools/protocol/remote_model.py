@@ -1,13 +1,13 @@
 """Part ``remote``: a remote that is pruned while it is drained to, copied to, filled in from, and continued elsewhere.
 
-One machine has the store, saves, drains, keeps less than the remote or more. Another one opens a term in the remote. A
-prune of the remote asks whoever drains, or takes its newest term over; gc deletes there. A checkpoint may be damaged
-here before it is drained, and then be filled in from there. Checkpoint 2 of a term is a delta on 1, 3 a full. The parts
-``tiers``, ``prune`` and ``store`` have what may go wrong between OPENs, of the newest checkpoint, and with pins.
+One machine has the store, saves, drains, and keeps less than the remote or more. Another one opens a term in the
+remote. A prune of the remote asks the draining process, or takes over its newest term; gc deletes there. A checkpoint
+may be damaged here before it is drained, and then be filled in from there. Checkpoint 2 of a term is a delta on 1, 3 a
+full. The parts ``tiers``, ``prune`` and ``store`` cover errors between OPENs, of the newest checkpoint, and with pins.
 
-Invariants: what the remote promises can be restored there; nothing is promised there again that was retired; the
-machine's rules let nothing go that the remote never promised; nothing that it had is called a branch, unless its term
-is known to lack something from there on; what is filled in is what was saved.
+Invariants: whatever the remote promises can be restored there; no checkpoint that was retired there is promised there
+again; the machine's rules retire nothing that the remote never promised; nothing that the remote had is called a
+branch, unless its term is known to lack something from there on; a filled-in checkpoint equals the saved one.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class RemoteRules:
     lets_go: int = 1  # checkpoints that the machine's own rules retire
     part: bool = False  # whether the remote may begin as a copy of a part
     # -- the rules
-    reached_told: bool = True  # an OPEN says how far the term before it had come
-    lacks_minded: bool = True  # by who says that, and by who asks what was there
-    lacks: Literal["first", "last", "never"] = "first"  # what is left out is noted before anything above it is there
+    reached_told: bool = True  # an OPEN has the last step of the term before it
+    lacks_minded: bool = True  # by the process that writes that, and by the one that checks what was there
+    lacks: Literal["first", "last", "never"] = "first"  # a left-out step is noted before anything above it is there
     nonces: bool = True  # checkpoints are compared by more than their names
-    never_again: bool = True  # what was retired there is not brought there again
-    bases_there: bool = True  # what builds on what is gone there is left out
-    read_anew: bool = True  # by who finds a slot taken
+    never_again: bool = True  # checkpoints that were retired there are not brought there again
+    bases_there: bool = True  # checkpoints whose base is gone there are left out
+    read_anew: bool = True  # by a process that finds a slot taken
     requests_checked: bool = True
     part_told: bool = True  # a copy of a part notes what it lacks
-    part_trusted: bool = False  # what such a term holds or has spent is taken for something that was promised there
-    gc_spares_newest: bool = True  # what is brought to the newest term, and not named yet
+    part_trusted: bool = False  # checkpoints and numbers of such a term are treated as promised there
+    gc_spares_newest: bool = True  # segments that were brought to the newest term, and are not named yet
     fill_compares: bool = True
 
 
@@ -67,7 +67,7 @@ class Here(NamedTuple):
 
 
 class Drain(NamedTuple):
-    """At work: the slot and the record that it will create, and whether segments are there."""
+    """A drain at work: the slot and the record that it will create, and whether segments are there."""
 
     slot: int
     record: Rec
@@ -76,7 +76,8 @@ class Drain(NamedTuple):
 
 
 class Other(NamedTuple):
-    """Who opens a term in the remote. `phase`: idle | opening | own | done. `left`: saves; of a prune: times."""
+    """A process that opens a term in the remote. `phase`: idle | opening | own | done. `left`: saves; of a prune:
+    times."""
 
     phase: str = "idle"
     slot: int = 0
@@ -85,7 +86,7 @@ class Other(NamedTuple):
 
 
 class State(NamedTuple):
-    """The whole world."""
+    """The whole state."""
 
     log: tuple[Rec, ...]
     here: Here
@@ -94,8 +95,9 @@ class State(NamedTuple):
     pruner: Other
     data: frozenset[Checkpoint] = frozenset()  # segments in the remote
     requests: frozenset[Rec] = frozenset()
-    doomed: frozenset[Checkpoint] = frozenset()  # what a collector is about to delete
-    ever: frozenset[Checkpoint] = frozenset()  # what the remote has promised, and not merely as a base of a copy
+    doomed: frozenset[Checkpoint] = frozenset()  # segments that a collector is about to delete
+    # Checkpoints that the remote has promised, and not merely as a base of a copy.
+    ever: frozenset[Checkpoint] = frozenset()
     filling: Checkpoint | None = None  # of the remote
     damaged: Checkpoint | None = None  # for which that is
 
@@ -116,7 +118,7 @@ class RemoteModel:
         return State((Rec("open", _FIRST),), Here((_FIRST,)), (None,) * self.rules.drains, other, pruner)
 
     def successors(self, state: State) -> Iterable[tuple[str, State]]:
-        """Everything that anybody can do next."""
+        """Everything that can happen next."""
         _check(state)
         yield from self._save(state)
         for number in range(self.rules.drains):
@@ -128,10 +130,10 @@ class RemoteModel:
         if self.rules.part and len(state.log) == 1 and len(state.here.terms) == 1 and not any(state.drains):
             yield from self._copy_of_a_part(state)
 
-    # ---- what the machine knows of the remote
+    # ---- the machine's knowledge of the remote
 
     def _theirs(self, there: Catalog, checkpoint: Checkpoint) -> Checkpoint | None:
-        """What the remote takes for it; None: it has no such term."""
+        """The remote's copy of the term; None: it has no such term."""
         nonce, step = checkpoint
         for one in there.terms:
             if one == nonce or (not self.rules.nonces and one[0] == nonce[0]):
@@ -158,7 +160,7 @@ class RemoteModel:
         return self._theirs(there, checkpoint) in there.promised or self._gone(there, checkpoint)
 
     def _reached(self, there: Catalog) -> int | None:
-        """What an OPEN says of the term that is over with it."""
+        """The previous term's last step, as an OPEN has it."""
         if not self.rules.reached_told:
             return None
         highest = max((step for nonce, step in there.promised | there.retired if nonce == there.newest), default=None)
@@ -197,7 +199,7 @@ class RemoteModel:
         missing = tuple(one for one in there.terms if one not in here.terms)
         if here.opens == self.rules.opens or {one[0] for one in missing} & {one[0] for one in here.terms}:
             return  # it cannot follow
-        # What can be drained is drained first, and what cannot is reported.
+        # Everything that can be drained is drained first; the rest is reported.
         if self._over(here, there):
             ready = here.reported >= {one for one in here.promised if not self._had(there, one)}
         else:
@@ -238,7 +240,7 @@ class RemoteModel:
             return
         if drain.slot != len(state.log):
             if self.rules.read_anew or catalog(state.log).newest != drain.record.nonce:
-                yield f"drain {number} finds slot {drain.slot} taken: reads anew", _at(state, number, None)
+                yield f"drain {number} finds slot {drain.slot} taken: reads again", _at(state, number, None)
             else:
                 yield f"drain {number} goes to the next slot", _at(state, number, drain._replace(slot=len(state.log)))
             return
@@ -248,11 +250,11 @@ class RemoteModel:
         yield f"drain {number} creates slot {drain.slot}: {drain.record}", _promised(done, drain.record)
 
     def _over(self, here: Here, there: Catalog) -> bool:
-        """Whether somebody has continued the run in the remote without the machine."""
+        """Whether another process has continued the run in the remote without the machine."""
         return there.newest not in here.terms or any(one not in there.terms for one in here.terms[:-1])
 
     def _reports(self, state: State) -> Steps:
-        """What the remote never gets is called a branch."""
+        """A checkpoint that the remote never gets is called a branch."""
         here, there = state.here, catalog(state.log)
         left = {one for one in here.promised if not self._had(there, one)} - here.reported
         for nonce, step in left & state.ever:
@@ -263,7 +265,7 @@ class RemoteModel:
             yield f"A reports {sorted(left)}", state._replace(here=here._replace(reported=here.reported | left))
 
     def _plans(self, state: State) -> list[tuple[str, Drain]]:
-        """What a pass does next; empty: nothing is left."""
+        """The next actions of a pass; empty: nothing is left."""
         here, there, slot = state.here, catalog(state.log), len(state.log)
         newest = here.terms[-1]
         if newest not in there.terms:
@@ -285,7 +287,7 @@ class RemoteModel:
         return found
 
     def _sorted(self, here: Here, there: Catalog, newest: Nonce) -> tuple[list[Checkpoint], list[int]]:
-        """What the remote lacks of the newest term: what is brought to it, and the steps of what is left out."""
+        """The commits that the remote lacks of the newest term: those to bring, and the steps to leave out."""
         good: list[Checkpoint] = []
         left_out: list[int] = []
         for one in sorted(here.promised):
@@ -300,7 +302,7 @@ class RemoteModel:
         return good, left_out
 
     def _answered(self, there: Catalog, request: Rec) -> Rec | None:
-        """The record that a request to retire becomes; None: it is refused."""
+        """The record of a request to retire; None: it is refused."""
         left = there.promised - set(request.checkpoints)
         sound = there.promised >= set(request.checkpoints) and not needed(left) & set(request.drops)
         if request.nonce != there.newest or not (sound or not self.rules.requests_checked):
@@ -310,7 +312,7 @@ class RemoteModel:
     # ---- others
 
     def _elsewhere(self, state: State) -> Steps:
-        """Another machine that continues the run, as far as the remote sees it."""
+        """Another machine that continues the run, as the remote sees it."""
         other, there = state.other, catalog(state.log)
         if other.phase == "idle" and other.left:
             record = Rec("open", (there.newest[0] + 1, "B"), number=self._reached(there))
@@ -356,7 +358,7 @@ class RemoteModel:
                     yield f"a prune creates {record}", state._replace(pruner=over, log=(*state.log, record))
 
     def _collect(self, state: State) -> Steps:
-        """gc of the remote: READ, and later the deletion of what it found."""
+        """gc of the remote: READ, and later the deletion of unneeded segments."""
         if state.doomed:
             yield "gc deletes", state._replace(data=state.data - state.doomed, doomed=frozenset())
             return
@@ -368,7 +370,7 @@ class RemoteModel:
             yield f"gc finds {sorted(found)}", state._replace(doomed=frozenset(found))
 
     def _fill(self, state: State) -> Steps:
-        """A reader of what is damaged here looks for it in the remote, and brings it back."""
+        """A reader of a damaged checkpoint looks for it in the remote, and brings it back."""
         here, there = state.here, catalog(state.log)
         if state.filling is not None and state.damaged is not None:
             over = state._replace(filling=None, damaged=None)
@@ -390,7 +392,7 @@ class RemoteModel:
 
 
 def _promised(state: State, record: Rec) -> State:
-    """What is added was never retired before."""
+    """No added checkpoint was ever retired before."""
     if record.kind != "add":
         return state
     again = set(record.checkpoints) & catalog(state.log).retired

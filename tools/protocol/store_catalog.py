@@ -1,4 +1,4 @@
-"""What the store model's log says: records, the catalog they fold into, and the ways to restore a checkpoint."""
+"""The log of the store model: records, the catalog they fold into, and the ways to restore a checkpoint."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Catalog(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What the compactor asks of the writer of `term`."""
+    """A request of the compactor to the writer of `term`."""
 
     term: int
     adds: tuple[Edge, ...] = ()
@@ -111,7 +111,7 @@ def forget() -> None:
 
 
 def needed(edges: tuple[Edge, ...], promised: frozenset[Checkpoint]) -> set[Checkpoint]:
-    """What the promised checkpoints reach through bases."""
+    """The segments that promised checkpoints reach through bases."""
     found: set[Checkpoint] = set()
     todo = list(promised)
     while todo:

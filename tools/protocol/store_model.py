@@ -4,7 +4,7 @@ The log may be ideal here because part ``log`` shows that a validated view is th
 and that a confirmed create is the first at the head.
 
 Invariants: a segment in the catalog is on the medium; a promised checkpoint can be restored; a term's parent can be
-restored when the term begins; a pinned reader, and a compactor, never find a segment deleted under their hands.
+restored when the term begins; a pinned reader, and a compactor, never find a segment deleted while they use it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StoreRules:
     collectors: int = 1
     rounds: int = 1  # per collector
     compactors: int = 0
-    faults: int = 0  # creates that come late after their writer has given up
+    faults: int = 0  # creates that arrive after their writer has given up
     in_flight: int = 1  # segments written and not yet committed
     redundant: bool = False  # writers drop redundant segments, and give up unfinished ones by name
     sweep: bool = False  # writers forget dropped segments that are gone
@@ -61,7 +61,7 @@ class StoreRules:
     requests_once: bool = True
     delete_after_unknown: bool = False
     compactor_writes_under_the_term: bool = True
-    frees_bases: bool = False  # the compactor: a delta, too, and drops what nothing promised needs then
+    frees_bases: bool = False  # the compactor: a delta, too, and drops segments that no promised checkpoint needs then
     requests_checked_for_others: bool = True
 
 
@@ -113,7 +113,8 @@ Process = Writer | Reader | Collector
 
 
 class State(NamedTuple):
-    """The whole world. `dead`: who had its pin taken for dead; `damaged`, `wrong`: segments, for part ``compact``."""
+    """The whole state. `dead`: processes whose pin was taken for dead; `damaged`, `wrong`: segments, for part
+    ``compact``."""
 
     log: tuple[Rec, ...] = ()
     segments: frozenset[Segment] = frozenset()
@@ -173,7 +174,7 @@ class StoreModel:
             raise ViolationError(f"term {now.term} continues from {parent}, which is gone")
 
     def _create(self, state: State, index: int, record: Rec, slot: int, success: Writer, failure: Writer) -> Steps:
-        """Create a slot. `failure`: the writer is fenced, or gives up not knowing."""
+        """Create a slot. `failure`: the writer is fenced, or gives up without knowing the outcome."""
         name = _name(index)
         if slot >= self.rules.records:
             return
@@ -257,7 +258,7 @@ class StoreModel:
             record = Rec(writer.term, opens=False, drops=(edge.segment,))
             yield from self._create(state, index, record, writer.slot, given_up._replace(slot=writer.slot + 1), ended)
         if self.rules.check_base and edge.base is not None and not paths(mine.edges, edge.base):
-            # A base must be restorable in the catalog the record is applied to, otherwise encode again.
+            # A base must be restorable in the catalog to which the record is applied; otherwise encode again.
             yield f"{_name(index)}: the base of {edge.segment} was dropped, gives it up", _set(state, index, given_up)
             return
         edges = ordered((*mine.edges, edge))
@@ -275,7 +276,7 @@ class StoreModel:
             yield from self._create(state, index, record, writer.slot, done, ended)
 
     def _retirable(self, log: tuple[Rec, ...], adding: Sequence[Checkpoint] = ()) -> list[Checkpoint]:  # noqa: ARG002
-        """What may be retired by whoever sees `log` and adds checkpoints: anything."""
+        """The checkpoints that a process that sees `log` and adds checkpoints may retire: any."""
         return sorted(catalog(log).promised)
 
     def _answer(self, state: State, index: int, writer: Writer, mine: Catalog, request: Request) -> Steps:
@@ -335,7 +336,7 @@ class StoreModel:
         elif compactor.phase == "post":
             assert compactor.checkpoint is not None
             segment = (compactor.term if self.rules.compactor_writes_under_the_term else 0, "K", 0)
-            # Compaction plans on what it read when its pin was there; whatever was committed since, the writer knows.
+            # Compaction plans on the view that it read under its pin; the writer knows the later commits.
             view = catalog(state.log[: compactor.end]) if self.rules.frees_bases else now
             mine = [e for e in view.edges if e.checkpoint == compactor.checkpoint]
             old = tuple(e.segment for e in mine if e.segment in compactor.path)
@@ -350,14 +351,15 @@ class StoreModel:
                     yield f"K asks: add {edge}, drop {list(drops)}", _set(posted, index, done)
 
     def _new_bases(self, view: Catalog, checkpoint: Checkpoint) -> list[Checkpoint | None]:
-        """What the compactor may code a checkpoint against: nothing, or a promised one that is restored without it."""
+        """The bases that the compactor may encode against: none, or a promised one that is restored without the
+        checkpoint."""
         if not self.rules.frees_bases:
             return [None]
         rest = ordered(edge for edge in view.edges if edge.checkpoint != checkpoint)
         return [None, *(other for other in sorted(view.promised - {checkpoint}) if paths(rest, other))]
 
     def _unneeded(self, view: Catalog, edge: Edge, old: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        """What no promised checkpoint needs, once `edge` has taken the place of `old`."""
+        """The segments that no promised checkpoint needs, once `edge` has replaced `old`."""
         if not self.rules.frees_bases:
             return old
         edges = ordered((*(one for one in view.edges if one.segment not in old), edge))
@@ -367,7 +369,7 @@ class StoreModel:
     # ---- readers
 
     def _claim(self, state: State, index: int, reader: Reader, name: str, restart: Reader) -> Steps:
-        """PINS: pin what was planned, READ again; any planned segment dropped: plan anew."""
+        """PINS: pin the plan, READ again; if any planned segment was dropped, plan again."""
         now = catalog(state.log)
         if reader.phase == "pin":
             pin = Pin(name, reader.path, reader.checkpoint)
@@ -405,7 +407,7 @@ class StoreModel:
     # ---- collectors
 
     def _collect(self, state: State, index: int, gc: Collector) -> Steps:
-        """GC. The listing of the pins is not atomic: a pin that came or went meanwhile may be missed."""
+        """GC. The listing of the pins is not atomic: it may miss a pin that appeared or vanished meanwhile."""
         name = f"G{index}"
         if gc.phase == "idle" and gc.rounds < self.rules.rounds:
             # 1. READ.
@@ -427,7 +429,8 @@ class StoreModel:
                 dead = state._replace(dead=state.dead | {pin.who for pin in pins})
                 yield f"{name} takes every pin for dead", _set(dead, index, listed._replace(claimed=frozenset()))
         elif gc.phase == "delete":
-            # 3. Delete what that view dropped, and what it does not name of terms below its newest, unless pinned.
+            # 3. Delete segments that the view dropped, and segments of terms below its newest that it does not name,
+            #     unless pinned.
             view = catalog(state.log[: gc.end])
             for segment in state.segments - gc.claimed:
                 orphan = (
@@ -445,7 +448,7 @@ class StoreModel:
     def _claimed(self, state: State, end: int, pins: frozenset[Pin]) -> frozenset[Segment]:
         if self.rules.pin_names_segments:
             return frozenset(segment for pin in pins for segment in pin.path)
-        edges = catalog(state.log[:end]).edges  # the mutant: a pin names a checkpoint, gc works its chain out today
+        edges = catalog(state.log[:end]).edges  # the mutant: a pin names a checkpoint, gc computes its present chain
         chains = [path for pin in pins if pin.checkpoint for path in paths(edges, pin.checkpoint)]
         return frozenset(segment for path in chains for segment in path)
 

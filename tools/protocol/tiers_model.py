@@ -1,15 +1,15 @@
-"""Part ``tiers``: two machines, each with a store of its own on its disk, and one remote store of the same run.
+"""Part ``tiers``: two machines, each with its own store on its disk, and one remote store of the same run.
 
 A writer acknowledges a commit when its machine has it. A drain brings commits to the remote: segments, then the next
-slot with a run of commits, as many as it likes. Writers and drains are killed between any two steps, a create that was
-sent may land after its sender is dead, a machine may lose its disk. A machine's log is a list of OPENs and COMMITs; a
-READ of a log is one step. The parts ``log`` and ``loss`` have what may go wrong within one log.
+slot with a run of commits, as many as it likes. Writers and drains are killed between any two steps, a create may take
+effect after its sender is dead, a machine may lose its disk. A machine's log is a list of OPENs and COMMITs; a READ of
+a log is one step. The parts ``log`` and ``loss`` cover errors within one log.
 
-Invariants: the remote has one history (a COMMIT is of the newest OPEN before it, and an OPEN continues from what is
-there); no drain skips or repeats a commit; what a slot of the remote names is there; what the remote acknowledged stays
-in it; a term has one owner; what a machine acknowledged is in the remote, or readable on the machine, while that has
-its disk; when a machine's writer goes on elsewhere than behind it, that was reported as a branch, and happens only
-where somebody else has opened a term meanwhile.
+Invariants: the remote has one history (a COMMIT is of the newest OPEN before it, and an OPEN continues from an existing
+commit); no drain skips or repeats a commit; everything that a slot of the remote names is there; whatever the remote
+acknowledged stays in it; a term has one owner; whatever a machine acknowledged is in the remote, or readable on the
+machine while it has its disk; if a machine's writer continues from elsewhere than its last acknowledged commit, a
+branch was reported, and it happens only where another process has opened a term meanwhile.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class TiersRules:
     commits: tuple[int, int] = (2, 1)
     drains: int = 1  # of each machine: a writer's thread, a daemon beside it
     losses: int = 1  # disks
-    late: int = 1  # creates that land after their sender was killed
+    late: int = 1  # creates that take effect after their sender was killed
     collect: bool = True
     # -- the rules
     remote_first: bool = True  # OPEN goes to the remote, then to the machine
     drain_before_open: bool = True
     segments_first: bool = True
     in_order: bool = True
-    read_back: bool = True  # who finds a slot taken looks who took it
-    terms_compared: bool = True  # a drain looks whether its term is still the newest
-    resume_from_remote: bool = True  # and not from what it remembers to have sent
+    read_back: bool = True  # a process that finds a slot taken checks who took it
+    terms_compared: bool = True  # a drain checks whether its term is still the newest
+    resume_from_remote: bool = True  # and not from its memory of sent commits
     acknowledge_drained: bool = True
     keep_undrained: bool = True  # gc
     keep_branches: bool = True
@@ -48,7 +48,7 @@ class TiersRules:
 
 
 Nonce = tuple[int, str]
-"""A term and who opened it."""
+"""A term and its opener."""
 Commit = tuple[Nonce, int]
 
 
@@ -73,7 +73,7 @@ class Rec(NamedTuple):
 
 
 class Drain(NamedTuple):
-    """One drain at work: the slot and the record that it will create, and whether segments, or the slot, are out."""
+    """One drain at work: the slot and record that it will create, and whether segments, or the slot, are in flight."""
 
     slot: int
     record: Rec
@@ -92,13 +92,13 @@ class Machine(NamedTuple):
     slot: int = 0
     sent: Rec | None = None
     drains: tuple[Drain | None, ...] = ()
-    mark: int = 0  # of a mutant: commits of its log that it remembers to have sent
+    mark: int = 0  # of a mutant: the commits of its log that it remembers to have sent
     opens: int = 0
     commits: int = 0
 
 
 class State(NamedTuple):
-    """The whole world."""
+    """The whole state."""
 
     remote: tuple[Rec, ...] = ()
     data: frozenset[Commit] = frozenset()
@@ -123,7 +123,7 @@ def _commits(log: tuple[Rec, ...]) -> tuple[Commit, ...]:
 
 
 def _latest(log: tuple[Rec, ...]) -> Commit | None:
-    """What ``latest`` is: the newest commit of the newest term, or what that continues from."""
+    """``latest``: the newest commit of the newest term, or the one that the term continues from."""
     opened = _newest(log)
     if opened is None:
         return None
@@ -146,7 +146,7 @@ class TiersModel:
         return State(machines=(Machine(drains=(None,) * self.rules.drains),) * 2)
 
     def successors(self, state: State) -> Iterable[tuple[str, State]]:
-        """Everything that anybody can do next."""
+        """Everything that can happen next."""
         _check_remote(state)
         for index, machine in enumerate(state.machines):
             _check_machine(state, machine, _NAMES[index])
@@ -197,7 +197,7 @@ class TiersModel:
             yield f"{name} acknowledges {record}", after
 
     def _read(self, state: State, index: int) -> Steps:
-        """READ both, and choose the OPEN. What can be drained is drained first."""
+        """READ both, and choose the OPEN. Everything that can be drained is drained first."""
         machine, name = state.machines[index], _NAMES[index]
         ours, theirs = _newest(machine.log), _newest(state.remote)
         left = _undrained(machine.log, state.remote)
@@ -210,7 +210,7 @@ class TiersModel:
         reported = machine.reported | (set(left) if self.rules.report_branches else set())
         if left and mine:
             raise ViolationError(
-                f"{name} goes on behind what it has acknowledged, {left}, although nobody came between"
+                f"{name} continues behind its acknowledged commit {left}, although no other term was opened"
             )
         chosen = machine._replace(
             phase="opening", slot=len(state.remote), sent=record, reported=reported, opens=machine.opens + 1
@@ -218,7 +218,7 @@ class TiersModel:
         yield f"{name} reads, for {record}", _set(state, index, chosen)
 
     def _filled(self, state: State, machine: Machine) -> Machine:
-        """The machine's log with the terms that it lacks, what the new one continues from, and that."""
+        """The machine's log with the terms that it lacks, the parent of the new one, and the new one."""
         assert machine.sent is not None
         log = machine.log if self.rules.keep_branches else ()
         for record in state.remote:
@@ -240,7 +240,7 @@ class TiersModel:
             return
         if not drain.copied and (self.rules.segments_first or drain.sent):
             if any(one in machine.missing for one in drain.record.commits):
-                return  # gone here: another drain has them there
+                return  # gone here: another drain has brought them
             copied = self._with(state, index, number, drain._replace(copied=True))
             yield f"{who} copies segments", copied._replace(data=copied.data | set(drain.record.commits))
             return
@@ -256,7 +256,7 @@ class TiersModel:
         elif not self.rules.read_back:
             yield f"{who} takes slot {drain.slot} for its own", self._acknowledged(state, index, number, drain)
         else:
-            yield f"{who} finds slot {drain.slot} taken: reads anew", self._with(state, index, number, None)
+            yield f"{who} finds slot {drain.slot} taken: reads again", self._with(state, index, number, None)
 
     def _plan(self, state: State, index: int, number: int) -> Steps:
         machine, name = state.machines[index], _NAMES[index]
@@ -292,7 +292,7 @@ class TiersModel:
         drains = (*machine.drains[:number], drain, *machine.drains[number + 1 :])
         return _set(state, index, machine._replace(drains=drains))
 
-    # ---- what happens to them
+    # ---- losses and kills
 
     def _mishaps(self, state: State, index: int) -> Steps:
         machine, name = state.machines[index], _NAMES[index]
@@ -369,7 +369,7 @@ def _check_machine(state: State, machine: Machine, name: str) -> None:
             raise ViolationError(f"{name} acknowledged {commit}, and neither tier has it")
         opened = _newest(machine.log)
         if machine.phase == "own" and opened and opened.nonce != commit[0] and commit not in machine.reported:
-            raise ViolationError(f"{name} went on without {commit}, and nobody was told")
+            raise ViolationError(f"{name} continued without {commit}, and no branch was reported")
     if machine.phase == "own":
         owned = [rec for rec in state.remote if rec.opens]
         opened = _newest(machine.log)

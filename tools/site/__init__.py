@@ -1,4 +1,4 @@
 """The documentation as a site and as man pages: ``make docs``.
 
-``assembling`` puts pages together that lie in different folders, ``manuals`` writes the man pages.
+``assembling`` collects pages from different folders, ``manuals`` writes the man pages.
 """

@@ -17,7 +17,7 @@ BUILD = ROOT / "build"
 
 
 def main() -> int:
-    """Build both. Any warning, and any link that leads nowhere, is an error."""
+    """Build both. Any warning, and any broken link, is an error."""
     import ckptstore
 
     training = import_module("ckptstore.training").__all__
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def _lay_out(target: Path) -> None:
-    """The sources as an installation has them: folders in place of links to them."""
+    """Lay out the sources as in an installation: folders in place of links to them."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(ROOT / "ckptstore", target / "ckptstore", ignore=shutil.ignore_patterns("__pycache__"))
 

@@ -24,11 +24,11 @@ API: Final = {
     "Warnings": ("host.caller_warnings",),
     "Errors": ("errors",),
 }
-"""Heading -> the modules whose public names are below it, by how their names begin."""
+"""Heading -> the modules whose public names are below it, by the beginnings of their names."""
 
 
 def public_names() -> dict[str, str]:
-    """Public name of `ckptstore` -> the module that it is of, without ``ckptstore.``."""
+    """Public name of `ckptstore` -> its module, without ``ckptstore.``."""
     names = [name for name in ckptstore.__all__ if not name.startswith("_")]
     return {name: getattr(ckptstore, name).__module__.removeprefix("ckptstore.") for name in names}
 
@@ -56,9 +56,9 @@ def assemble(root: Path, target: Path, homes: Mapping[str, str], training: list[
 
 
 def relinked(text: str, folder: str) -> str:
-    """Links of a page of `folder` as they are on the site, where every page lies beside the others.
+    """The links of a page of `folder`, changed for the site, where every page lies beside the others.
 
-    What is no page (a source file) becomes its path, which whoever has the repository finds.
+    A link to a file that is no page (a source file) becomes the file's path in the repository.
     """
 
     def link(match: re.Match[str]) -> str:
@@ -84,9 +84,9 @@ def relinked(text: str, folder: str) -> str:
 
 
 def _entry(name: str) -> str:
-    """What mkdocstrings makes the entry of a name of.
+    """The text from which mkdocstrings makes the entry of a name.
 
-    Of errors and warnings it says what they are kinds of; of anything else that would be a base of how it is made.
+    Entries of errors and warnings name their base classes; those of other names do not, as their bases are details.
     """
     bases = "\n    options:\n      show_bases: true" if name.endswith(("Error", "Warning")) else ""
     return f"::: ckptstore.{name}{bases}"

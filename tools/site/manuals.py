@@ -1,7 +1,7 @@
-"""The man pages of the command, one for each subcommand, from what ``--help`` says.
+"""The man pages of the command, one for each subcommand, from the output of ``--help``.
 
-Not by click-man: it sees no command that is imported when it is called, leaves the examples out, and takes a line that
-begins with a dot for an order to the formatter.
+click-man is not used: it does not see commands that are imported on call, omits the examples, and lets a line that
+begins with a dot be a command to the formatter.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import click
 
 from ckptstore.cli.main import cli
 
-__all__ = ["page", "pages", "write"]
+__all__ = ["commands", "page", "pages", "write"]
 
-_SEE: Final = "The documentation and docs/cli.md of the repository say more, and describe what --json prints."
+_SEE: Final = "docs/cli.md of the repository says more, and docs/json.md describes the output of --json."
 
 
 def write(target: Path, version: str) -> list[Path]:
-    """Write ``ckpt.1``, ``ckpt-log.1``, ... into `target` -> their paths. Older ones there go."""
+    """Write ``ckpt.1``, ``ckpt-log.1``, ... into `target` -> their paths. Deletes older ones there."""
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("ckpt*.1"):
         old.unlink()
@@ -35,9 +35,15 @@ def write(target: Path, version: str) -> list[Path]:
 
 def pages(version: str) -> Iterator[tuple[str, str]]:
     """Name and text of every page: the command, its subcommands, and theirs."""
-
-    def below(command: click.Command, context: click.Context) -> Iterator[tuple[str, str]]:
+    for command, context in commands():
         yield context.command_path.replace(" ", "-"), page(command, context, version)
+
+
+def commands() -> Iterator[tuple[click.Command, click.Context]]:
+    """Every command with its context: ``ckpt`` first, each group before its subcommands."""
+
+    def below(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
+        yield command, context
         if isinstance(command, click.Group):
             for name in command.list_commands(context):
                 found = command.get_command(context, name)
@@ -81,13 +87,13 @@ def page(command: click.Command, context: click.Context, version: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Words that the formatter obeys in nothing."""
+    """Escape words, so that the formatter takes nothing as a command."""
     escaped = " ".join(text.split()).replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Paragraphs as click takes them: after a line ``\\b`` the lines stay as they are."""
+    """Paragraphs as in click: after a line ``\b`` the lines stay as they are."""
     for paragraph in cleandoc(text).split("\n\n"):
         if not paragraph.strip():
             continue
@@ -106,5 +112,5 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _aligned(line: str) -> str:
-    """A line whose spaces count."""
+    """A line whose spaces matter."""
     return line.strip().replace("\\", "\\e").replace("-", "\\-")

@@ -1,4 +1,4 @@
-"""The README's picture, from what `make demo` leaves: ``python -m tools.site.picture demo-out docs/kills.svg``.
+"""The README's picture, from the files of `make demo`: ``python -m tools.site.picture demo-out docs/kills.svg``.
 
 The loss of every checkpoint in the store, a colour for each term, and where the process was killed.
 """
@@ -28,7 +28,7 @@ def drawn(points: Sequence[tuple[int, int, float]], kills: Sequence[int], title:
     Args:
         points: step, term and loss of each checkpoint, in the order of steps.
         kills: the step that was being computed at each kill.
-        title: the answer that the picture gives.
+        title: the message of the picture.
     """
     steps, losses = [point[0] for point in points], [point[2] for point in points]
     first, last, low, high = min(steps), max(steps), min(losses), max(losses)
@@ -70,7 +70,7 @@ def drawn(points: Sequence[tuple[int, int, float]], kills: Sequence[int], title:
 
 
 def main(source: str, target: str) -> None:
-    """Draw what a demo has left in `source`. Raises if it was not bit-identical: then there is nothing to show."""
+    """Draw the results of a demo in `source`. Raises if it was not bit-identical: then there is nothing to show."""
     summary: dict[str, Any] = json.loads((Path(source) / "summary.json").read_text())
     if not summary["identical"]:
         raise SystemExit("this run was not bit-identical: see its summary.json")

@@ -1,7 +1,7 @@
 """A command's screen as a picture, with its colours: ``python -m tools.site.screen docs/log.svg ckpt log runs/gpt``.
 
-The command runs on a terminal of 80 columns. Only what `ckpt log` makes of colours is known: bold, and the sixteen of a
-terminal. A screen that is longer than `ROWS` is cut in the middle, and says so.
+The command runs on a terminal of 80 columns. Only the colour codes of `ckpt log` are supported: bold, and the sixteen
+of a terminal. A screen that is longer than `ROWS` is cut in the middle, with a note.
 """
 
 from __future__ import annotations

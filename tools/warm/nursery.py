@@ -1,4 +1,4 @@
-"""The nursery: one thread that imports what scripts need, and forks them. `tools.warm.starting` begins it."""
+"""The nursery: one thread that imports the modules of scripts, and forks them. `tools.warm.starting` starts it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _STREAMS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a fork is to do. `streams`: standard input, output and errors."""
+    """The work of a fork. `streams`: standard input, output and errors."""
 
     asked: dict[str, Any]
     streams: list[int]
 
 
 def _serve(control: socket.socket) -> _Work | None:
-    """Fork what is asked for, and say how each ended -> in a fork its work; None: nobody asks any more."""
-    children: dict[int, tuple[int, int]] = {}  # by descriptor: pid, and where its end is told
+    """Fork on request, and report how each ended -> in a fork its work; None: no more requests."""
+    children: dict[int, tuple[int, int]] = {}  # by descriptor: pid, and where its end is reported
     waiting = select.poll()
     waiting.register(control, select.POLLIN)
     while True:
@@ -78,11 +78,12 @@ def _tell_end(pid: int, status: int) -> None:
 
 
 def _become(work: _Work, nursery: int, interrupts: Any) -> None:
-    """Be a process of one's own: session, streams, folder, environment, chance. `interrupts`: what SIGINT does."""
+    """Become a separate process: session, streams, folder, environment, random state. `interrupts`: the action of
+    SIGINT."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != nursery:
-        os._exit(1)  # it went before it could take this one along
+        os._exit(1)  # it died before it could end this one, too
     signal.signal(signal.SIGINT, interrupts)
     for number, stream in enumerate(work.streams):
         os.dup2(stream, number)
@@ -91,7 +92,7 @@ def _become(work: _Work, nursery: int, interrupts: Any) -> None:
     os.chdir(work.asked["cwd"])
     os.environ.clear()
     os.environ.update(work.asked["env"])
-    # For as long as the process lives, as the interpreter's own.
+    # Open for the life of the process, like the interpreter's own.
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
     if "PYTHONUNBUFFERED" in os.environ:
@@ -105,7 +106,7 @@ def _become(work: _Work, nursery: int, interrupts: Any) -> None:
 
 
 def _run(asked: dict[str, Any]) -> None:
-    """The script, as ``__main__``, which it stays until the interpreter ends."""
+    """Run the script as ``__main__``, which it stays until the interpreter ends."""
     what = asked["what"]
     main = types.ModuleType("__main__")
     added = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
@@ -124,8 +125,8 @@ def _run(asked: dict[str, Any]) -> None:
 
 
 def _module(name: str, main: types.ModuleType) -> tuple[str, types.CodeType]:
-    """(path, code) of a module that is to be `main`."""
-    sys.modules.pop(name, None)  # as where nobody has imported it
+    """(path, code) of a module that becomes `main`."""
+    sys.modules.pop(name, None)  # as if nobody had imported it
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
@@ -137,24 +138,24 @@ def _module(name: str, main: types.ModuleType) -> tuple[str, types.CodeType]:
 
 
 def _nursery(control: socket.socket, modules: Sequence[str]) -> _Work | None:
-    """Import what is to be imported, and serve; see `_serve`."""
+    """Import the modules, and serve; see `_serve`."""
     try:
         for module in modules:
             importlib.import_module(module)
         threads = len(list(Path("/proc/self/task").iterdir()))
         if threads > 1:
             raise WarmError(f"{threads} threads, and a fork would have one")
-    except Exception as error:  # noqa: BLE001  # whoever waits for this is told
+    except Exception as error:  # noqa: BLE001  # the waiting caller gets it
         control.send(f"{type(error).__name__}: {error}".encode()[:10_000])
         return None
     gc.collect()
-    gc.freeze()  # forks shall not copy what nobody changes
+    gc.freeze()  # forks must not copy unchanged objects
     control.send(b"ready")
     return _serve(control)
 
 
 def _main() -> None:
-    interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever starts scripts
+    interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that starts scripts
     nursery = os.getpid()
     with socket.socket(fileno=int(sys.argv[1])) as control:
         work = _nursery(control, sys.argv[2:])

@@ -1,4 +1,4 @@
-"""A script that was started warm, as whoever started it sees it."""
+"""A handle of a script that was started warm."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import IO, Any, Final, Self
 __all__ = ["MOST", "Script", "WarmError"]
 
 MOST: Final = 1 << 20
-"""Bytes of a message to the nursery, or from it."""
+"""Largest size of a message to or from the nursery in bytes."""
 
 
 class WarmError(Exception):
-    """No script can be started, or nobody knows how it ended."""
+    """No script can be started, or the status of one is unknown."""
 
 
 class Script:
-    """A script that was started: what `subprocess.Popen` is of a command, as far as it is needed here.
+    """A started script: the parts of `subprocess.Popen` that are needed here.
 
     Attributes:
         args: its command line.
         pid: of the process.
-        returncode: None: it runs, as far as anybody has asked; -9: SIGKILL.
+        returncode: None: it was running at the last check; -9: SIGKILL.
         stdout, stderr: of ``PIPE``.
     """
 
@@ -50,7 +50,7 @@ class Script:
         self.wait()
 
     def poll(self) -> int | None:
-        """How it ended; None: it has not."""
+        """Its status; None: it is running."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0)
         return None
@@ -80,7 +80,7 @@ class Script:
         self.send_signal(signal.SIGTERM)
 
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
-        """Read its pipes to their ends, and wait -> what they gave. Raises `subprocess.TimeoutExpired`."""
+        """Read its pipes to their ends, and wait -> their contents. Raises `subprocess.TimeoutExpired`."""
         until = None if timeout is None else time.monotonic() + timeout
         found = {pipe: b"" for pipe in (self.stdout, self.stderr) if pipe is not None}
         open_ = {pipe.fileno(): pipe for pipe in found}
@@ -98,7 +98,7 @@ class Script:
         return _text(self.stdout, found), _text(self.stderr, found)
 
     def _line(self, timeout: float | None) -> str | None:
-        """What the nursery says next; None: nothing in so many seconds."""
+        """The next message of the nursery; None: none within the timeout."""
         until = None if timeout is None else time.monotonic() + timeout
         while b"\n" not in self._told:
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -113,7 +113,7 @@ class Script:
 
 
 def _text(pipe: IO[Any] | None, found: Mapping[IO[Any], bytes]) -> Any:
-    """What a pipe gave, and what of it somebody has buffered before, as it would have given it."""
+    """The contents of a pipe, including what was buffered before, as text or bytes like the pipe."""
     if pipe is None:
         return None
     with pipe:

@@ -1,4 +1,4 @@
-"""What starts scripts warm: a nursery of one's own, and what is asked of it."""
+"""Starts scripts warm: a nursery, and the requests to it."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ MODULES: Final = (
     *("ckptstore", "ckptstore.agent", "ckptstore.training"),
     *(["numba"] if importlib.util.find_spec("numba") is not None else []),
 )
-"""What a training script imports at once, or with its first step."""
+"""Modules that a training script imports at once, or with its first step."""
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _EARLY: Final = ("OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "KMP_", "GOMP_", "PYTHON")
-"""Read when modules are imported, or by the interpreter; but for those that are heeded later as well:"""
+"""Variables that modules read at import, or the interpreter at its start; except those that also work later:"""
 _LATER: Final = ("PYTHONPATH", "PYTHONUNBUFFERED")
 _READY_SECONDS: Final = 300.0
 
 
 class Warm:
-    """A nursery, and what starts scripts in it.
+    """A nursery, and the functions that start scripts in it.
 
     Args:
         modules: imported once, for all scripts.
         env: of the nursery.
-        cwd: where modules are imported from, and where scripts run, unless they are told otherwise.
+        cwd: where modules are imported from, and where scripts run by default.
 
     Raises:
-        WarmError: a module cannot be imported, or begins a thread, which forks would not have.
+        WarmError: a module cannot be imported, or starts a thread, which forks would not have.
     """
 
     def __init__(
         self, modules: Sequence[str] = MODULES, *, env: Mapping[str, str] | None = None, cwd: Path = _ROOT
     ) -> None:
         self._env = dict(os.environ if env is None else env)
-        # numpy's BLAS begins its threads when it is imported; nothing that trains here multiplies with it.
+        # numpy's BLAS starts its threads at import; no training here multiplies with it.
         self._env.setdefault("OPENBLAS_NUM_THREADS", "1")
         self._cwd = cwd
         self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,12 +96,13 @@ class Warm:
         Args:
             command: as for `subprocess.Popen`: this interpreter, then ``-W ACTION``, and ``-m MODULE``, ``-c CODE`` or
                 a path, and arguments.
-            cwd: the nursery's, if none is given.
-            env, stdin, stdout, stderr, text: as there; standard input is empty, unless it is given.
+            cwd: the nursery's by default.
+            env, stdin, stdout, stderr, text: as there; standard input is empty by default.
 
         Raises:
-            ValueError: the command is another, or the environment has other values of what is read by imports.
-            WarmError: there is no nursery any more.
+            ValueError: the command is another, or the environment has other values of variables that are read at
+                import.
+            WarmError: the nursery has ended.
         """
         wanted = {"OPENBLAS_NUM_THREADS": self._env["OPENBLAS_NUM_THREADS"], **(os.environ if env is None else env)}
         self._check(wanted)
@@ -128,11 +129,11 @@ class Warm:
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a script to its end -> status, and what it wrote: of the script alone, not of what it has left running.
+        """Run a script to its end -> status and output: of the script alone, not of processes that it has left running.
 
         Raises:
             subprocess.TimeoutExpired: it took longer, and is killed.
-            and what `start` raises.
+            and the errors of `start`.
         """
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             script = self.start(command, cwd=cwd, env=env, stdout=out, stderr=err)
@@ -154,7 +155,7 @@ class Warm:
 
 
 def _asked(command: Sequence[str]) -> dict[str, Any]:
-    """A command line, taken apart. Raises `ValueError`."""
+    """Parse a command line. Raises `ValueError`."""
     words = list(command)
     if not words or words.pop(0) != sys.executable:
         raise ValueError(f"{command!r:.200}: only scripts of {sys.executable}")
@@ -173,7 +174,7 @@ def _asked(command: Sequence[str]) -> dict[str, Any]:
 def _target(
     wanted: int | IO[Any] | None, number: int, ours: contextlib.ExitStack, *, text: bool
 ) -> tuple[int, IO[Any] | None]:
-    """(what a script writes to, our end of it if it is a pipe)."""
+    """(the descriptor that a script writes to, our end of it if it is a pipe)."""
     if wanted == subprocess.PIPE:
         reading, writing = os.pipe()
         ours.callback(os.close, writing)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,11 +21,11 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.batched_copies import run_shared
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import default_threads, run_all, started_pool
-from ckptstore.write.capture.layer_copies import Filling
-from ckptstore.write.capture.layerwise_save import Begun, LayeredSave, Owner, checked_layers
+from ckptstore.write.capture.layerwise_save import LayeredSave, OpenSave, checked_layers
 from ckptstore.write.capture.snapshot import copy_jobs
 from ckptstore.write.saves.ledger import Labels, PendingSave
 from ckptstore.write.saves.save_metrics import Meter
+from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Explaining, Update, Updates
 from ckptstore.write.writer_options import WriterOptions
 
@@ -53,7 +52,7 @@ class StateTransfer:
         self._options = options
         self._copiers = started_pool(default_threads(), "ckptstore-copy")
         self._meter = Meter(options.on_metrics)
-        self._begun: Begun | None = None
+        self._begun: OpenSave | None = None
         self._explaining = Explaining(wanted=options.diffs is not None)
         self._planned_layout: tuple[Mapping[str, TensorSource], StateLayout] = ({}, StateLayout(()))
 
@@ -219,36 +218,28 @@ class StateTransfer:
         try:
             checked_layers(flat, layers)
             lent = self._lend(agent, StateLayout.of(flat.tensors), save)
-            try:
-                self._agent_term.failures.raise_unseen()
-            except BaseException:
-                lent.give_back()
-                raise
+            copies = Copies(lent.snapshot(flat))
+            copies.belongs_to(save)
+            self._agent_term.failures.raise_unseen()
         except BaseException as error:
             save.give_up(error)
             raise
 
-        def give_up() -> None:
-            lent.give_back()
-            save.give_up(CancelledError(f"the layer-wise save of step {save.step} was abandoned"))
-
-        def hand_over(now: FlatState, labels: Labels, updates: Updates | None, filling: Filling) -> PendingSave:
+        def submit(now: FlatState, labels: Labels, updates: Updates | None) -> PendingSave:
             self._begun = None
             save.labels = labels
             save.begin(self._meter.begin(now, save.step, time.monotonic()))
             try:
-                return self._layered(lent, now, save, updates, filling)
+                return self._layered(lent, now, save, updates, copies)
             except BaseException as error:
-                filling.stop()
-                lent.give_back()
                 save.give_up(error)
                 raise
             finally:
                 save.measured.returned()
 
-        owner = Owner(hand_over, give_up, self._agent_term.check_open)
-        begun = LayeredSave(save.step, flat, layers, lent.snapshot(flat), self._copiers, owner)
-        self._begun = Begun(begun)
+        check_open = self._agent_term.check_open
+        begun = LayeredSave(save, flat, layers, copies.state, self._copiers, submit=submit, check_open=check_open)
+        self._begun = begun.opened
         return begun
 
     def settle(self) -> None:
@@ -257,21 +248,22 @@ class StateTransfer:
             self._begun.settle()
 
     def _layered(
-        self, lent: BorrowedBuffer, now: FlatState, save: AgentSave, updates: Updates | None, filling: Filling
+        self, lent: BorrowedBuffer, now: FlatState, save: AgentSave, updates: Updates | None, copies: Copies
     ) -> PendingSave:
         """Give a layer-wise save to the agent, in a thread, once its last layer is copied."""
         changes, beside = self._changes(lent, updates, now)
 
         def work() -> None:
             try:
-                filling.check()
+                copies.arrive()
                 self._send(lent, now.tree, save, changes)
             except BaseException as error:  # noqa: BLE001  # the save reports it
-                filling.stop()
-                for one in (lent, beside):
-                    if one is not None:
-                        one.give_back()
+                if beside is not None:
+                    beside.give_back()
                 save.fail(error)
+            finally:
+                copies.let_go()  # gives the buffer back, unless the agent has it now
+                save.finish()
 
         try:
             self._agent_term.check_open()

@@ -244,7 +244,7 @@ class CountedBatches:
             self._given = plan.skipped
             for number in range(plan.skipped):
                 if next(batches, self) is self:
-                    raise FormatError(f"the loader ends after {number} batches, and {plan.skipped} had been given out")
+                    raise FormatError(f"the loader ends after {number} batches, but {plan.skipped} were yielded before")
         lazy = plan.way == "inner" and isinstance(batches, GeneratorType)
         if lazy and isinstance(self.loader, DataLoader):
             batches = self._first_taken(batches)
@@ -299,14 +299,15 @@ class CountedBatches:
         first = list(itertools.islice(batches, 1))
         drawn = str(loader_facts.order(self.loader)).startswith(("shuffled by torch.", "that of"))
         if drawn and getattr(loader_facts.sampler_of(self.loader), "generator", None) is None:
-            lost = (
-                "its sampler takes its order from the global generators: give it a generator= of its own, or samples "
-            )
-            lost += "may come a second time in this epoch, or not at all"
+            lost = "its sampler takes its order from the global generators: pass it its own generator=, or samples "
+            lost += "may be repeated or skipped in this epoch"
         else:
-            lost = "if loading a sample draws random numbers (augmentation), the first batches of this run have others"
+            lost = (
+                "if loading a sample draws random numbers (augmentation), the first batches of this run draw "
+                "different ones"
+            )
         self._remarks.append(
-            f"{type(self.loader).__name__} makes its iterator when the first batch is asked for: {lost}"
+            f"{type(self.loader).__name__} makes its iterator when the first batch is requested: {lost}"
         )
         self.remark()
         return itertools.chain(first, batches)
@@ -318,8 +319,8 @@ class CountedBatches:
         if not rng.equal(before, rng.gathered()):
             self._remarks.append(
                 f"{type(self.loader).__name__}.__iter__ is a generator, and random numbers were drawn when its first "
-                "batch was asked for: if they were not for that batch (but to shuffle, say), the random numbers of "
-                "this run are others. Draw when the epoch begins, or keep what was drawn in state_dict"
+                "batch was requested: if they were not for that batch (but to shuffle, say), this run draws "
+                "different random numbers. Draw when the epoch begins, or keep the drawn numbers in state_dict"
             )
             self.remark()
         yield from first
@@ -336,7 +337,7 @@ class CountedBatches:
             self._stale = False
             warn(
                 "an iterator over Checkpointer.loader that was made before resume() or rollback() is used after it: "
-                "its batches are not those that follow the checkpoint. Make a new one: iter(checkpointer.loader)",
+                "its batches do not follow the checkpoint. Make a new one: iter(checkpointer.loader)",
                 DeterminismWarning,
             )
 
@@ -461,7 +462,7 @@ class CountedBatches:
             said.append(
                 f"the random generators of the loader's {workers} worker processes start again, because they cannot be "
                 "saved. The samples and their order are those of the run that was saved; but if "
-                "loading a sample draws random numbers (augmentation), it draws others. Draw them from the sample's "
+                "loading a sample draws random numbers (augmentation), they differ. Draw them from the sample's "
                 "index, use num_workers=0, or filter this warning if loading a sample draws nothing"
             )
         return said

@@ -51,7 +51,7 @@ class Difference(NamedTuple):
 
     Attributes:
         sentence: the old and the new value, in words.
-        prevents: it prevents an exact continuation: samples are skipped or come a second time.
+        prevents: it prevents an exact continuation: samples are skipped or repeated.
     """
 
     sentence: str
@@ -280,7 +280,7 @@ def _other_length(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     was, is_now = before["epoch_samples"], now["epoch_samples"]
     if before["shared"] or now["shared"] or was is None or is_now is None or was == is_now:
         return []
-    return [f"the sampler gave {was} samples in an epoch, and gives {is_now} now"]
+    return [f"the sampler yielded {was} samples in an epoch, and yields {is_now} now"]
 
 
 def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[int]:

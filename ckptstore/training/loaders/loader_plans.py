@@ -92,10 +92,10 @@ def _changed(
     if not loader_facts.same_order(before, now):
         out = f"{given} batches" if position is None else f"{position} samples"
         what = (
-            f"the epoch starts again: the {out} that were given out come a second time if the loader "
-            "still has them, and none is left out"
+            f"the epoch starts again: the {out} already yielded are repeated if the loader still has "
+            "them, and none is skipped"
             if given
-            else "the epoch starts again, and nothing of it had been given out"
+            else "the epoch starts again: it had yielded nothing"
         )
         return LoaderPlan("anew", False, 0, _told(changed, what, prevents=True))
     apart = (before["ranks"], before["shared"]) != (now["ranks"], now["shared"])
@@ -112,23 +112,23 @@ def _changed(
         what = f"the epoch continues after {given} batches"
     else:
         count, again = divmod(given * size, new)
-        twice = f"{again} of the {given * size} samples that were given out come a second time"
+        twice = f"{again} of the {given * size} samples already yielded are repeated"
         if not again:
-            twice = f"none of the {given * size} samples that were given out comes a second time"
-        what = f"the epoch continues after {count} batches of {new} samples: {twice}, and none is left out"
+            twice = f"none of the {given * size} samples already yielded is repeated"
+        what = f"the epoch continues after {count} batches of {new} samples: {twice}, and none is skipped"
     divided = before["workers"] != now["workers"] and isinstance(getattr(loader, "dataset", None), IterableDataset)
     if divided:
         what += (
-            ": if the worker processes divide the samples of this IterableDataset among them, others were given out "
-            "before, so some may come a second time, or not at all"
+            ": if the worker processes divide the samples of this IterableDataset among them, they divided them "
+            "differently before: some samples may be repeated or skipped"
         )
     stream = bool(loader_facts.other_stream(before, now))
     if stream:
-        what += ". If that changes the order of its samples, some may come a second time, or not at all"
+        what += ". If that changes the order of its samples, some may be repeated or skipped"
     if not known:
         what = (
-            "each rank continues where an earlier rank was: which samples the others gave out is not known, so some "
-            "may come a second time, or not at all"
+            "each rank continues where an earlier rank stopped: which samples the other ranks yielded is unknown, so "
+            "some may be repeated or skipped"
         )
     inexact = not known or divided or stream or bool(again) or (size != new and (asks or size is None or new is None))
     return LoaderPlan("inner" if asks else "counted", asks, count, _told(changed, what, prevents=inexact))
@@ -171,18 +171,18 @@ def _exactly(position: int, now: Mapping[str, Any]) -> str:
     """The sentence that says after which sample the epoch continues, and what becomes of the others."""
     all_samples = now["samples"] if now["shared"] else now["epoch_samples"]
     if all_samples is None:
-        return f"the epoch continues after the {position} samples that were given out"
+        return f"the epoch continues after the {position} samples already yielded"
     left, ranks = all_samples - position, now["ranks"] if now["shared"] else 1
     if left <= 0:
-        return f"all samples of the epoch were given out ({position})"
+        return f"all samples of the epoch were already yielded ({position})"
     more = padding(left, ranks, drop_last=bool(now["drop_last_share"]))
     dropped = -min(more, 0)
     if now["drop_last"]:
         dropped += (left + more) // ranks % now["batch_size"] * ranks
-    said = f"the epoch continues after the {position} samples that were given out: the other {left} come once each"
+    said = f"the epoch continues after the {position} samples already yielded: the other {left} are yielded once each"
     if dropped:
-        said += f", but for {dropped} that drop_last leaves out"
-    return f"{said}, and {more} samples a second time, so that each rank has as many" if more > 0 else said
+        said += f", except {dropped} that drop_last drops"
+    return f"{said}, and {more} are repeated so that all ranks get the same number" if more > 0 else said
 
 
 def _keeps_state(loader: DataLoader[Any]) -> bool:

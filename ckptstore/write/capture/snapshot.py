@@ -62,6 +62,7 @@ class Snapshot:
     def __init__(self, flat: LaidOutState, landed: Callable[[], None], free: Callable[[], None]) -> None:
         self.flat = flat
         self._arrive: Callable[[], None] | None = None
+        self._stop: Callable[[], None] | None = None
         self._landed: Callable[[], None] | None = landed
         self._free: Callable[[], None] | None = free
 
@@ -71,23 +72,31 @@ class Snapshot:
         if landed is not None:
             landed()
 
-    def arrives(self, wait: Callable[[], None]) -> None:
-        """Note that devices still copy to it; `wait` waits for that."""
-        self._arrive = wait
+    def arrives(self, wait: Callable[[], None], stop: Callable[[], None] | None = None) -> None:
+        """Note that a device, or threads, still copy to it.
+
+        Args:
+            wait: waits until all is copied; raises the error of a copy.
+            stop: ends the copies early, and returns when none runs any more; None: they cannot be ended.
+        """
+        self._arrive, self._stop = wait, stop
 
     def arrive(self) -> None:
-        """Wait for copies that a device makes. Raises the error of the device."""
+        """Wait until all is copied. Raises the error of a copy."""
         if self._arrive is not None:
             self._arrive()
-            self._arrive = None
+            self._arrive = self._stop = None
 
     def free(self) -> None:
         """Return the memory to the pool."""
         free, self._free = self._free, None
         if free is not None:
-            # Prevents: giving the memory to the next save while a device still copies to it.
-            with contextlib.suppress(Exception):  # a failed device copies no more; the save has raised its error
-                self.arrive()
+            # Prevents: giving the memory to the next save while a device, or a thread, still copies to it.
+            if self._stop is not None:
+                self._stop()
+            else:
+                with contextlib.suppress(Exception):  # a failed device copies no more; the save has raised its error
+                    self.arrive()
             free()
 
     def room(self, flat: FlatState) -> dict[str, Bytes] | None:

@@ -17,7 +17,6 @@ from ckptstore.write.ranks.rank_agreement import agree
 from ckptstore.write.ranks.rank_resources import RankResources
 from ckptstore.write.ranks.rank_save import Adopted, RankSave
 from ckptstore.write.ranks.rank_term import RankTerm
-from ckptstore.write.ranks.share_units import ArrivingShare
 from ckptstore.write.ranks.shares import Holding, digests_of, holding_of, share_of, steady, updates_of
 from ckptstore.write.saves.in_flight import Place
 from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies, with_sparse_copies
@@ -79,10 +78,9 @@ def _copy(resources: RankResources, one: RankSave, holding: Holding, updates: Se
         _adopt(one, one.adopted, updates_of(holding, one.agreement.writes, updates or ()))
         return
     bounded = resources.bounded
-    if bounded is not None and (one.asynchronous or bounded.coded):
-        one.feed = bounded.take(one.share, _known(one.share, one.digests))
-        if isinstance(one.feed, ArrivingShare):
-            one.share = one.feed.state
+    if bounded is not None and (one.asynchronous or not resources.options.plain):
+        one.feed = bounded.copy_of(one.share, _known(one.share, one.digests))
+        one.share = one.feed.flat
         one.updates = with_sparse_copies(updates_of(holding, one.agreement.writes, updates or ()))
         return
     if one.asynchronous:

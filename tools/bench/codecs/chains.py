@@ -1,11 +1,12 @@
-"""Delta chains on a real run: bytes against restore time for several intervals, and what a long chain costs.
+"""Delta chains on a real run: bytes against restore time for several intervals, and the cost of a long chain.
 
     python -m tools.bench.codecs.chains --steps 200            # the table
     python -m tools.bench.codecs.chains --chain 30 --mib 192   # a 30-delta chain against its parts
 
 The table: one training run (the demo's GPT, every step a checkpoint) goes into one store per strategy at once, so all
-see the same states; the most expensive checkpoint of each store is restored, its bits compared with the run's own.
-The chain: raw read of every byte it needs (checksums off), decoding from memory, and the restore, interleaved; medians.
+see the same states; the most expensive checkpoint of each store is restored, and its bits are compared with the run's
+own. The chain: raw read of every byte it needs (checksums off), decoding from memory, and the restore, interleaved;
+medians.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One strategy. Bytes are stored bytes, all of them; seconds are medians."""
+    """One strategy. Bytes are all stored bytes; seconds are medians."""
 
     strategy: str
     stored: int
@@ -137,7 +138,7 @@ def fingerprint(state: Any) -> str:
 
 
 def make_chain(store: ckptstore.Store, deltas: int, mib: int) -> None:
-    """A full and `deltas` deltas of a state of `mib` MiB that moves as late training does."""
+    """A full and `deltas` deltas of a state of `mib` MiB that changes as in late training."""
     rng = np.random.default_rng(0)
     count = mib * MIB // 4 // 12
     weights = {f"layer{n}.weight": rng.standard_normal(count, dtype=np.float32) * np.float32(0.02) for n in range(12)}
@@ -198,7 +199,7 @@ def _read_everything(store: ckptstore.Store, step: int) -> float:
 
 
 def _decode_everything(store: ckptstore.Store, step: int) -> float:
-    """Seconds to decode the chain by two threads, payloads in memory already, unchecked."""
+    """Seconds to decode the chain by two threads, with payloads already in memory, unchecked."""
     with opened(store.journal, step) as found, ThreadPoolExecutor(2) as pool:
         jobs = []
         for chain in found.chains.values():
@@ -238,7 +239,7 @@ print(field("VmHWM") - before - nbytes)
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=0, help="train so many steps and print the table")
     parser.add_argument("--width", type=int, default=128, help="width of the model")

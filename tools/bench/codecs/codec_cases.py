@@ -1,4 +1,4 @@
-"""What the codec benchmark codes: tensors of the project's own trajectories, as a writer would hand them over."""
+"""The input of the codec benchmark: tensors of the project's own trajectories, as a writer would pass them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CASES: Sequence[Case] = tuple(_cases())
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Up to one chunk of bytes to be coded on its own: of a tensor, or of a pool of tiny ones."""
+    """Up to one chunk of bytes to be compressed separately: of a tensor, or of a pool of tiny ones."""
 
     data: np.ndarray
     base: np.ndarray | None

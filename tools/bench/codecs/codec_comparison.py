@@ -4,9 +4,9 @@
     python -m tools.bench.codecs --only 'delta/*bf16*' --rounds 3
     CKPTSTORE_KERNELS=numpy python -m tools.bench.codecs --methods '[dxpZ]*'    the same without compiled kernels
 
-Prints a table for each case, then what the project promises of its codecs and whether it held, and writes all of
-it to ``bench-out/codecs.json`` and ``codecs.png``. The trajectories are trained on first use (five minutes) and
-kept in ``.cache``. ``python -m tools.bench.codecs.codec_report bench-out/codecs.json`` prints the tables of the docs.
+Prints a table for each case, then the project's promises for its codecs and whether they held, and writes everything to
+``bench-out/codecs.json`` and ``codecs.png``. The trajectories are trained on first use (five minutes) and kept in
+``.cache``. ``python -m tools.bench.codecs.codec_report bench-out/codecs.json`` prints the tables of the docs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PREFIX_BITS = range(7, 13)
 
 
 def measure(methods: Sequence[Method], parts: Sequence[Part], rounds: int) -> list[dict[str, Any]]:
-    """Sizes, and medians of the processor time that one core needs; every decoded byte is compared.
+    """Sizes, and medians of one core's processor time; every decoded byte is compared.
 
     The methods take turns, so that a busy or throttled machine slows all of them alike; slow ones run once.
     """
@@ -74,13 +74,13 @@ def checked(method: Method, parts: Sequence[Part]) -> list[bytes]:
     for payload, part in zip(payloads, parts, strict=True):
         before = zlib.crc32(part.data)
         if method.decode(payload, part, scratch).tobytes() != part.data.tobytes():
-            raise AssertionError(f"{method.label} does not return what it was given")
+            raise AssertionError(f"{method.label} does not return its input")
         assert zlib.crc32(part.data) == before, f"{method.label} changed its input"
     return payloads
 
 
 def measure_cores(method: Method, parts: Sequence[Part], rounds: int, cores: int) -> dict[str, float]:
-    """Wall-clock rates with the chunks spread over all cores: the best of some rounds."""
+    """Wall-clock rates with the chunks spread over all cores: the best of several rounds."""
     jobs = [part for part in parts for _ in range(max(1, 2 * cores * (4 << 20) // sum(len(p.data) for p in parts)))]
     logical = sum(len(part.data) for part in jobs)
     local: dict[int, dict[str, np.ndarray]] = {}
@@ -105,15 +105,16 @@ def measure_cores(method: Method, parts: Sequence[Part], rounds: int, cores: int
 
 
 def _processor_time(work: Callable[[], object]) -> float:
-    """Processor time of all threads (a library may start some even when asked for one)."""
+    """Processor time of all threads (a library may start several even when set to use one)."""
     began = time.process_time()
     work()
     return time.process_time() - began
 
 
 def bounds(case: Case, parts: Sequence[Part], context: codecs.Context | None) -> dict[str, float]:
-    """Order-0 entropy of the byte planes, bits per word: as they are, XORed, as integer differences, and as these
-    with a histogram for every class of the base. Histograms are of 64 Ki words; the last one's of a block, as coded."""
+    """Order-0 entropy of the byte planes, bits per word: unchanged, XORed, as integer differences, and as differences
+    with a histogram for every class of the base. Histograms are of 64 Ki words; the last one's of a block, as encoded.
+    """
     word = codecs.word_size(case.dtype)
     total = sum(len(part.data) // word for part in parts)
     found = {"raw": 0.0} | ({"xor": 0.0, "sub": 0.0} if case.gap else {}) | ({"context": 0.0} if context else {})
@@ -131,7 +132,7 @@ def bounds(case: Case, parts: Sequence[Part], context: codecs.Context | None) ->
 
 
 def prefixes(parts: Sequence[Part]) -> dict[str, Any]:
-    """The paper's figures 7 and 8: distinct prefixes by length, and what dictionaries of them save."""
+    """Figures 7 and 8 of the paper: distinct prefixes by length, and the savings of dictionaries of them."""
     words = np.concatenate([part.data.view("<u4") for part in parts])
     logical = words.nbytes
 
@@ -149,7 +150,7 @@ def prefixes(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything about one case."""
+    """Run everything about one case."""
     parts = load(case, options.limit)
     found, missing = others(case)
     methods = [m for m in [*ours(case, parts), *found] if fnmatch.fnmatch(m.label, options.methods)]

@@ -2,7 +2,7 @@
 
     python -m tools.bench.codecs.codec_kernels
 
-Each goes over 1 MiB of words (a block) as it does in ``sub``; times are medians of processor time, the forms in turn.
+Each kernel processes 1 MiB of words (a block) as in ``sub``; times are medians of processor time, the forms in turn.
 """
 
 from __future__ import annotations

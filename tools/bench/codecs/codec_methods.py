@@ -1,9 +1,9 @@
-"""The ways of coding that the codec benchmark compares: ours, and those of other libraries, on the same chunks.
+"""The compression methods that the codec benchmark compares: ours, and those of other libraries, on the same chunks.
 
-Others know no base, so they get the XOR with it, which is what the literature does; their encode and decode times
-hold that pass, as ours hold our subtraction. All run on one thread here; ``all_cores`` of the driver runs chunks in
-a thread pool. ZipNN starts a thread even when told to use one, which is why the driver counts the processor time of
-the whole process.
+Other libraries support no base, so they get the XOR with it, as in the literature; their encode and decode times
+include that pass, as ours include our subtraction. All methods run on one thread here; ``all_cores`` of the driver runs
+chunks in a thread pool. ZipNN starts a thread even when set to use one, so the driver counts the processor time of the
+whole process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Encoded = Any
 
 
 class Method(Protocol):
-    """How a part is encoded and decoded. ``scratch`` is memory of the calling thread that may be reused."""
+    """A pair of functions that encode and decode a part. ``scratch`` is reusable memory of the calling thread."""
 
     label: str
     slow: bool
@@ -35,7 +35,7 @@ class Method(Protocol):
 
 
 def buffer(scratch: dict[str, np.ndarray], name: str, size: int) -> np.ndarray:
-    """``size`` bytes that stay allocated: fresh memory would add page faults that no engine pays."""
+    """``size`` bytes that stay allocated: fresh memory would add page faults that no engine has."""
     if name not in scratch or len(scratch[name]) < size:
         scratch[name] = np.zeros(size, np.uint8)
     return scratch[name][:size]
@@ -64,7 +64,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class Other:
-    """A general compressor, given the XOR with the base where there is one."""
+    """A general compressor; with a base it gets the XOR."""
 
     label: str
     compress: Callable[[memoryview], bytes]
@@ -95,7 +95,7 @@ def _zstd(level: int) -> Other:
     return Other(
         f"zstd-{level}",
         lambda data: zstandard.ZstdCompressor(level).compress(data),
-        lambda payload: zstandard.ZstdDecompressor().decompress(payload),  # not to be shared by threads
+        lambda payload: zstandard.ZstdDecompressor().decompress(payload),  # threads must not share it
         slow=level > 3,
     )
 
@@ -121,13 +121,13 @@ def _blosc2(word: int) -> Other:
 
 def _zipnn(dtype: str) -> Other:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # its import of torch.jit
+        warnings.simplefilter("ignore", DeprecationWarning)  # it imports torch.jit
         from zipnn import ZipNN
 
     kind = {"F32": "float32", "BF16": "bfloat16"}[dtype]
 
     def compress(data: memoryview) -> bytes:
-        # It reorders bits in the buffer that it is given; a delta is ours to spoil, a tensor is not.
+        # It reorders bits in its input buffer. It may overwrite our copy of a delta, but not a tensor.
         return bytes(ZipNN(bytearray_dtype=kind, threads=1).compress(bytearray(data)))
 
     return Other("ZipNN", compress, lambda payload: ZipNN(bytearray_dtype=kind, threads=1).decompress(payload))
@@ -145,7 +145,7 @@ def _pcodec(word: int) -> Other:
 
 
 def others(case: Case) -> tuple[list[Method], dict[str, str]]:
-    """The other libraries' methods for a case, and why some are missing."""
+    """The other libraries' methods for a case, and the reasons why some are missing."""
     word = codecs.word_size(case.dtype)
     makers: Mapping[str, Callable[[], Other]] = {
         "lz4": _lz4,

@@ -1,4 +1,4 @@
-"""What the codec benchmark prints: a table for each case, the promises, the chart, and the tables of the docs."""
+"""The output of the codec benchmark: a table for each case, the promises, the chart, and the tables of the docs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _word(case: Case) -> int:
 
 
 def title(case: Case) -> str:
-    """What a case is, in a line."""
+    """A case's description in a line."""
     gap = f", {case['gap']} step{'s' if case['gap'] > 1 else ''} apart" if case["gap"] else ""
     return f"{case['label']}{gap} ({case['dtype']}, {case['nbytes'] / 1e6:.0f} MB)"
 
@@ -60,10 +60,10 @@ def _cells(case: Case, row: Mapping[str, Any]) -> list[str]:
 
 
 def promises(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """What the project promises of its codecs, and what this run measured.
+    """The project's promises for its codecs, and the measurements of this run.
 
-    A ratio's ``bound`` is what a perfect entropy coder of the difference's byte planes would reach: where that lies
-    below the promise, no codec of this kind can keep it. With context it is the bound given the base's exponents.
+    A ratio's ``bound`` is the ratio of a perfect entropy coder of the difference's byte planes: where it lies below the
+    promise, no codec of this kind can keep the promise. With context it is the bound given the base's exponents.
     """
     found = []
     for case in cases:
@@ -152,7 +152,7 @@ def draw(cases: Sequence[Case], path: Path) -> None:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The tables of ``docs/codecs.md``."""
+    """Every table; ``docs/codecs.md`` has the most important rows."""
     lines = ["| data | bound | " + " | ".join(_DOC_METHODS) + " |", "|---|---:|" + "---:|" * len(_DOC_METHODS)]
     for case in report["cases"]:
         cells = []

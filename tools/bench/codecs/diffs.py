@@ -3,11 +3,11 @@
     make bench-diffs                                     # all phases, three rounds
     python -m tools.bench.codecs.diffs --only late --rounds 1
 
-Training of the project's language model is run on from its cached states for 20 steps; each of them is saved with
-``Writer.save_async`` and loaded again, so sizes hold headers, indices, trees, hashes and digests, and times hold the
-snapshot, the coding, the hashing and the writing of all threads. zstd-3 and ZipNN compress the same states in the same
-rounds. A row's state is what an fp32 AdamW keeps: 96 bits a parameter (with bf16 weights, their copy is saved as well).
-Every restored state is compared bit by bit.
+Training of the project's language model continues from its cached states for 20 steps; each step is saved with
+``Writer.save_async`` and loaded again, so sizes include headers, indices, trees, hashes and digests, and times include
+snapshot, compression, hashing and writing of all threads. zstd-3 and ZipNN compress the same states in the same rounds.
+A row's state is that of an fp32 AdamW: 96 bits a parameter (with bf16 weights, their copy is saved as well). Every
+restored state is compared bit by bit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ State = dict[str, dict[str, np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Consecutive states, the first one a base, and what the optimizer did to get to each of the others."""
+    """Consecutive states, the first one a base, and the optimizer's update to each of the others."""
 
     method: str
     states: list[State]
@@ -61,7 +61,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to store a phase's steps. Rates: bytes of fp32 state by second of processor time, all threads."""
+    """One way to store a phase's steps. Rates: bytes of fp32 state per second of processor time, all threads."""
 
     phase: str
     method: str
@@ -141,7 +141,7 @@ def _copied(tensors: dict[str, Tensor]) -> State:
 
 @dataclass(slots=True)
 class Measured:
-    """What the rounds of one method gave."""
+    """The results of one method's rounds."""
 
     stored: int
     encode: list[float]
@@ -164,7 +164,7 @@ def through_the_store(series: Series, batch: int, folder: Path) -> Measured:
         diffs = {entry.key for entry, doc in store.describe(number) if doc.kind == "gradient"}
         stored = sum((Path(place) / key).stat().st_size for key in diffs)
         store.load(1, framework="numpy")
-        store.load(number, framework="numpy")  # compiles, where nothing has before: seconds, once in a process
+        store.load(number, framework="numpy")  # compiles at the first call of a process: seconds
         full = _load(store, 1)[1]
         found, seconds = _load(store, number)
         exact = _same(found, series.states[-1])

@@ -1,12 +1,13 @@
-"""What one optimizer step costs: the whole fp32 AdamW state (weight and two moments, 96 bits a parameter), lossless.
+"""The cost of one optimizer step: the whole fp32 AdamW state (weight and two moments, 96 bits a parameter), lossless.
 
     python -m tools.bench.codecs.optim                      # all pairs of consecutive steps of our trajectories
     python -m tools.bench.codecs.optim --json bench-out/optim.json --rounds 5
 
 ``predicted`` needs no gradient, ``replayed`` has training's own (fp32, or bf16 with the clip factor), ``sparse``
-follows a training step that applied only the largest 1 % of it. Beside them, in the same rounds: zstd-3 and ZipNN on
-the new state, and ZipNN on its exclusive or with the old one. Every decoded state is compared bit by bit; sizes hold
-payloads, rules and what training's own kernels rounded otherwise. Times are processor time, medians.
+follows a training step that applied only the largest 1 % of it. Compared in the same rounds: zstd-3 and ZipNN on the
+new state, and ZipNN on its exclusive or with the old one. Every decoded state is compared bit by bit; sizes include
+payloads, rules and corrections of values that training's own kernels rounded otherwise. Times are processor time,
+medians.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ State = list[np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two consecutive steps: what the state was, what it became, and the gradient that did it, laid end to end."""
+    """Two consecutive steps: the old state, the new state, and the gradient between them, laid end to end."""
 
     label: str
     promised: bool
@@ -52,7 +53,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One method on one pair of steps. Rates are bytes of state (12 a parameter) by second of processor time."""
+    """One method on one pair of steps. Rates are bytes of state (12 a parameter) per second of processor time."""
 
     pair: str
     method: str
@@ -107,7 +108,8 @@ def _cuts(sizes: Sequence[int]) -> Iterator[int]:
 
 
 def sparse_pair(pair: Pair, bf16: bool, share: float = 0.01) -> tuple[Pair, optim.SparseGradient]:
-    """What torch's AdamW makes of the old state and the largest ``share`` of the clipped gradient, and that gradient.
+    """The result of torch's AdamW from the old state and the largest ``share`` of the clipped gradient, and that
+    gradient.
 
     Like the paper's, training here compresses the gradient before the optimizer (and rounds it, for ``bf16``).
     """
@@ -152,7 +154,7 @@ class Method:
 
 
 def ours(name: str, pair: Pair, gradient: optim.Gradient | None) -> Method:
-    """An encoding: chunk by chunk, memory reused as the engine does."""
+    """An encoding: chunk by chunk, with memory reused as in the engine."""
     variant = optim.choose_variant(GROUP, pair.step, pair.old, pair.new, gradient)
     rule = GROUP.rule(pair.step, variant)
     ranges = list(zip(pair.cuts, pair.cuts[1:], strict=False))
@@ -190,7 +192,7 @@ def ours(name: str, pair: Pair, gradient: optim.Gradient | None) -> Method:
 
 
 def peers(pair: Pair) -> list[Method]:
-    """Other compressors on the same bytes, each slot on its own."""
+    """Other compressors on the same bytes, each slot separately."""
     compressor, decompressor = zstandard.ZstdCompressor(3), zstandard.ZstdDecompressor()
 
     def unzstd(payloads: list[Any]) -> State:
@@ -221,7 +223,7 @@ def peers(pair: Pair) -> list[Method]:
 
 
 def replay(pair: Pair, rounds: int) -> float:
-    """Bytes of state by second that ``optim.advance`` alone goes through."""
+    """Bytes of state per second of ``optim.advance`` alone."""
     rule, seconds = GROUP.rule(pair.step), []
     for _ in range(rounds):
         state = [part.copy() for part in pair.old]

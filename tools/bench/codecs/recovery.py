@@ -1,10 +1,10 @@
-"""How long it takes to get a step back: replayed by one thread or all, or computed again from the last full.
+"""Measures the recovery time of a step: replayed by one thread or all, or computed again from the last full.
 
     make bench-recovery
 
-The project's language model (50 MB of fp32 state) is run on from a cached state, each step saved as a step diff in
-batches of 20, in one store for every distance between fulls. Recovered are the step furthest from its full and the one
-half-way, which is what a failure costs on average. Beside replay stands what a store of fulls alone can do: load the
+Training of the project's language model (50 MB of fp32 state) continues from a cached state, each step saved as a step
+diff in batches of 20, in one store for every distance between fulls. It recovers the step furthest from its full and
+the one half-way, the average cost of a failure. Replay is compared with the only recovery of a store of fulls: load the
 full and take the steps again, at the seconds that training needs here. Last, the longest chain's diffs are merged.
 Every load is compared bit by bit; times are wall-clock medians of interleaved rounds, files in the page cache.
 """
@@ -61,7 +61,7 @@ class MergedRow:
 
 
 def training_seconds(threads: int, steps: int = 8) -> float:
-    """Seconds of a training step while nothing is saved: the median, without the first."""
+    """Seconds of a training step without saves: the median, without the first."""
     run, seconds = _run(threads), []
     for step in range(1, steps + 1):
         began = time.monotonic()

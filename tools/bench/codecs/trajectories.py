@@ -50,8 +50,8 @@ GAPS = (0, 1, 2, 10, 100)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a trajectory is made. ``phases`` maps a phase's name to the step its base state is saved at;
-    the states ``gaps`` steps later are saved with it. ``start`` is a trajectory and step to branch from."""
+    """How a trajectory is made. ``phases`` maps a phase's name to the step at which its base state is saved; the states
+    ``gaps`` steps later are saved with it. ``start`` is a trajectory and step to branch from."""
 
     name: str
     kind: str
@@ -70,7 +70,7 @@ class Recipe:
     warmup: int = 20
 
     def saved(self) -> list[int]:
-        """The steps whose states are kept, ascending."""
+        """The steps whose states are saved, ascending."""
         steps = {base + gap for base in self.phases.values() for gap in self.gaps}
         if self.every:
             steps |= set(range(self.every, self.steps + 1, self.every))
@@ -149,7 +149,7 @@ def ensure(name: str, cache: Path = CACHE) -> Trajectory:
 
 
 def _key(recipe: Recipe) -> str:
-    """What decides the bits: the recipe (and the one it branches from), the versions, the thread count."""
+    """The key of the bits: the recipe (and the one it branches from), the versions, the thread count."""
     parents = [asdict(recipe)]
     while recipe.start:
         recipe = RECIPES[recipe.start[0]]
@@ -311,7 +311,7 @@ def _clip(gradients: list[Tensor]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One step of a language model: what backward produced (before clipping, by parameter), and its numbers.
+    """One step of a language model: backward's gradient (before clipping, by parameter), and the step's numbers.
 
     With ``keep``, the optimizer consumed ``sparse`` in place of the clipped gradient: indices and values by parameter.
     """
@@ -341,7 +341,7 @@ class LanguageRun:
         self.weights = dict(self.model.named_parameters())
         self.trained = self.master or self.weights
         self.optimizer = torch.optim.AdamW(self.trained.values(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.1)
-        self._left: dict[str, Tensor] = {}  # what compression kept back (error feedback)
+        self._left: dict[str, Tensor] = {}  # what compression withheld (error feedback)
         if half and start is not None:
             assert recipe.start is not None
             _continue(self.optimizer, self.trained, start, recipe.start[1], recipe.start[1])
@@ -374,7 +374,7 @@ class LanguageRun:
         return Taken(gradients, lr, factor, loss.item(), sparse)
 
     def _compress(self, keep: float, kind: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """Leave the largest entries of the whole model's gradient, and keep the others back for the next steps."""
+        """Keep the largest entries of the whole model's gradient, and withhold the others for the next steps."""
         dense = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
         for name, gradient in dense.items():
             gradient.add_(self._left.get(name, torch.zeros(())))
@@ -408,7 +408,7 @@ def _train_lm(recipe: Recipe, start: Trajectory | None, out: Trajectory) -> Iter
 
 
 def run_from(trajectory: Trajectory, step: int) -> LanguageRun:
-    """The run of a cached trajectory, at one of its saved steps: what it takes next is what the trajectory took."""
+    """The run of a cached trajectory, at one of its saved steps: its next steps are those of the trajectory."""
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
     recipe = trajectory.recipe

@@ -1,13 +1,13 @@
-"""What a long history costs: ``python -m tools.bench.storage.catalog`` (``make bench-catalog``).
+"""Measures the cost of a long history: ``python -m tools.bench.storage.catalog`` (``make bench-catalog``).
 
 Stores of 1,000 to 200,000 checkpoints (plain fulls, and step diffs in batches of 20 with a full every 100) are made as
-a fold and, for ``gc``, empty files for their segments. Every number is taken in a process of its own: the bytes of the
-fold; the seconds of READ, of WRITER OPEN, of ``ckpt log -n 20`` (the whole command) and of ``gc --dry-run``, and of the
-processor where others use the machine, too; the memory that the catalog keeps, by tracemalloc and by the process's
-resident size; how long the first small save of a term took under rules of retention, and the longest among saves over
-which a fold was written. A second table has the requests that each of these makes of the medium: objects read, sizes
-asked for, listings. The last line of each kind says how the time of the processor grows between the two longest
-histories: as n to that power.
+a fold and, for ``gc``, empty files for their segments. Every number is measured in a separate process: the bytes of the
+fold; the seconds of READ, of WRITER OPEN, of ``ckpt log -n 20`` (the whole command) and of ``gc --dry-run``, and their
+processor time in case others use the machine, too; the memory of the catalog, by tracemalloc and by the process's
+resident size; the duration of the first small save of a term under retention rules, and the longest among saves over
+which a fold was written. A second table has the requests that each operation makes of the medium: object reads, size
+queries, listings. The last line of each kind says how processor time grows between the two longest histories: as n to
+that power.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def make(folder: Path, kind: str, count: int) -> int:
 
 
 def resident() -> int:
-    """Bytes of this process in memory, once what was freed has been given back to the system."""
+    """Resident bytes of this process, once freed memory has been returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -189,7 +189,7 @@ def _stall(folder: str) -> dict[str, float]:
 
 
 def _first(folder: str) -> dict[str, float]:
-    """The first two saves of a term that is given rules: by the second all of the history was looked at."""
+    """The first two saves of a term with retention rules: by the second save all of the history was examined."""
     import ckptstore
 
     store = ckptstore.open(folder)
@@ -219,7 +219,7 @@ def _gc(folder: str) -> dict[str, float]:
 
 
 def requests(folder: str) -> dict[str, int]:
-    """What each command asks of the medium: ``NAME.get``, ``NAME.size``, ``NAME.list``."""
+    """The requests of each command to the medium: ``NAME.get``, ``NAME.size``, ``NAME.list``."""
     from click.testing import CliRunner
 
     import ckptstore
@@ -257,7 +257,7 @@ def requests(folder: str) -> dict[str, int]:
 
 
 def place_segments(folder: Path) -> None:
-    """An empty file for each segment, for who lists them."""
+    """Make an empty file for each segment, for commands that list them."""
     import ckptstore
 
     for number, entry in enumerate(ckptstore.open(folder).view().catalog.segments.values()):
@@ -286,7 +286,7 @@ def measured(part: str, folder: Path) -> dict[str, float]:
 
 
 def _log_seconds(folder: Path) -> tuple[float, float]:
-    """Of the clock, and of the processor."""
+    """Wall seconds and processor seconds."""
     begun, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([*ckpt(), "log", str(folder), "-n", "20"], check=True, stdout=subprocess.DEVNULL)
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -294,7 +294,8 @@ def _log_seconds(folder: Path) -> tuple[float, float]:
 
 
 def measure(place: Path, kind: str, count: int, rounds: int) -> dict[str, Any]:
-    """One line of the table. Times are medians of `rounds` processes; the saves come last, they change the store."""
+    """Measure one line of the table. Times are medians of `rounds` processes; saves come last, because they change the
+    store."""
     folder = place / f"{kind}-{count}"
     nbytes = make(folder, kind, count)
     reads = [measured("read", folder) for _ in range(rounds)]
@@ -339,7 +340,7 @@ def _requests_line(row: dict[str, Any]) -> str:
 
 
 def _growth(rows: Sequence[dict[str, Any]]) -> str:
-    """The power of n with which the processor's time grows, between the two longest histories."""
+    """The exponent n with which processor time grows between the two longest histories."""
     shorter, longer = sorted(rows, key=lambda row: int(row["checkpoints"]))[-2:]
     ratio = math.log(longer["checkpoints"] / shorter["checkpoints"])
     powers = {

@@ -1,10 +1,10 @@
-"""How fast the command starts and lists, and what opening a store costs as it ages.
+"""Times the command's start and listing, and the opening of a store as it ages.
 
     python -m tools.bench.storage.commands
 
-Three questions. What does ``ckpt --help`` cost beside ``python -c "import click, rich"``, which it cannot do without?
+Three questions. How long does ``ckpt --help`` take compared with ``python -c "import click, rich"``, which it needs?
 How long does ``ckpt log`` take on 1,000 checkpoints? How many objects does opening a store read after 100, 1,000 and
-5,000 commits (folds keep that bounded; between two folds it rises by one a commit, so the most of many samples counts)?
+5,000 commits (folds bound the number; between two folds it rises by one a commit, so the most of many samples counts)?
 Processes are interleaved; medians and quartiles.
 """
 
@@ -45,23 +45,23 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Age:
-    """What opening a store of about `commits` commits reads: samples while it grew by its last fifth."""
+    """Reads when opening a store of about `commits` commits: samples while it grew by its last fifth."""
 
     commits: int
     objects: int
-    """Objects fetched by one READ of the log, at most."""
+    """Most objects fetched by one READ of the log."""
     seconds: float
-    """Median time of a READ; in memory, so this is parsing and folding alone."""
+    """Median time of a READ; in memory, so only parsing and folding."""
 
 
 def ckpt() -> list[str]:
-    """The installed command, as a user runs it; its module where the script was not installed."""
+    """The installed command, as a user runs it; its module if the script is not installed."""
     script = Path(sys.executable).with_name("ckpt")
     return [str(script)] if script.exists() else _CKPT
 
 
 def run_interleaved(commands: dict[str, Sequence[str]], runs: int) -> list[Timing]:
-    """Run every command `runs` times in turn, after one run of each that is not counted.
+    """Run every command `runs` times in turn, after one uncounted run of each.
 
     Raises:
         subprocess.CalledProcessError: a command failed.
@@ -77,7 +77,7 @@ def run_interleaved(commands: dict[str, Sequence[str]], runs: int) -> list[Timin
 
 
 def fill(store: Store, checkpoints: int) -> Iterator[int]:
-    """Commit tiny checkpoints, steps 1, 2, 3 ..., each in a commit of its own; yields each step once it is durable."""
+    """Commit tiny checkpoints, steps 1, 2, 3 ..., each in its own commit; yields each step once it is durable."""
     with store.writer(parent=None, poll_seconds=None) as writer:
         for step in range(1, checkpoints + 1):
             writer.save({"loss": 1.0 / step, "lr": 1e-3}, step=step)

@@ -1,4 +1,4 @@
-"""What is compared, without the code that does it: the driver reads this and never imports torch."""
+"""Names the methods that are compared, without their code: the driver reads this and never imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SaveMethod:
 
     label: str
     reader: str
-    """The load method that reads what it wrote, to compare it bit for bit."""
+    """The load method that reads its files, to compare them bit for bit."""
     keeps: str
     """Name of the file or folder that a load starts from."""
 

@@ -1,12 +1,12 @@
-"""N fulls at once at interval 1, threads each, and memory for them: ``python -m tools.bench.storage.concurrent``.
+"""Measures N fulls in flight at interval 1, by threads and memory: ``python -m tools.bench.storage.concurrent``.
 
-PCcheck's questions (5.4 of the paper) of this writer on this machine: a loop that saves after every step, with N = 1..4
-in flight (`max_in_flight`), p = 1..4 threads each (`threads`), and host memory of half the state to twice of it
-(`memory`). Every case runs once per round, the next round in a rotated order. What a step costs without saves is
-measured in each case, so what a save costs the loop is the loop's time less that of its steps.
+The questions of PCcheck (5.4 of the paper) for this writer on this machine: a loop that saves after every step, with N
+= 1..4 in flight (`max_in_flight`), p = 1..4 threads each (`threads`), and host memory of half the state to twice of it
+(`memory`). Every case runs once per round, the next round in a rotated order. The cost of a step without saves is
+measured in each case, so a save's cost is the loop's time minus that of its steps.
 
-``stall`` is how long `save_async` kept the loop, ``waited`` what of it went by for memory or a place in flight;
-``copy`` is a memcpy of the same bytes to warm memory by one thread. ``first`` is the first save's stall, after
+``stall`` is how long `save_async` blocked the loop, ``waited`` its part that was spent waiting for memory or a place in
+flight; ``copy`` is a memcpy of the same bytes to warm memory by one thread. ``first`` is the first save's stall, after
 `Writer.prepare` or not.
 """
 
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As tables have it: N, p, M."""
+        """Its name in tables: N, p, M."""
         memory = "" if self.memory is None else f" M={self.memory:g}m"
         return f"N={self.in_flight} p={self.threads}{memory}{'' if self.prepared else ' unprepared'}"
 
@@ -61,7 +61,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run: seconds, of saves their medians."""
+    """One run in seconds; of saves their medians."""
 
     first: float
     stall: float
@@ -74,7 +74,7 @@ class Sample:
 
     @property
     def loss(self) -> float:
-        """What a save costs the loop."""
+        """The cost of a save to the loop."""
         return self.loop - self.step
 
 
@@ -90,7 +90,7 @@ def _state(nbytes: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _copy_seconds(state: dict[str, np.ndarray[Any, Any]]) -> float:
-    """A memcpy of the state to memory that is warm, the best of three."""
+    """Seconds of a memcpy of the state to warm memory, the best of three."""
     out = {name: array.copy() for name, array in state.items()}
     times = []
     for _ in range(3):
@@ -102,7 +102,7 @@ def _copy_seconds(state: dict[str, np.ndarray[Any, Any]]) -> float:
 
 
 class _Step:
-    """A training step: it computes for about so many seconds with one core, then changes every tensor."""
+    """A training step: it computes for about the given seconds on one core, then changes every tensor."""
 
     def __init__(self, state: dict[str, np.ndarray[Any, Any]], seconds: float) -> None:
         self._state = state
@@ -138,8 +138,8 @@ def measure(case: Case, folder: Path, nbytes: int, saves: int, seconds: float) -
     ) as writer:
         if case.prepared:
             writer.prepare(state)
-            writer._background.submit(int).result()  # what comes first in a script: loading data, compiling
-        writer.save_async(state, 1).result()  # the first; then all memory that will be needed is touched
+            writer._background.submit(int).result()  # the start of a script: loading data, compiling
+        writer.save_async(state, 1).result()  # the first; then all needed memory is touched
         for number in range(2, 2 + case.in_flight):
             writer.save_async(state, number)
         writer.wait()

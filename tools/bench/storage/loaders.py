@@ -1,7 +1,7 @@
-"""Every way of loading that is compared. A loader returns the tensors by flat name; then every byte is read once.
+"""The load methods that are compared. A loader returns the tensors by flat name; then every byte is read once.
 
-That reading is the same for all: XXH3-128 of each tensor, which both touches what a mapping left on disk and shows
-whether the bytes are the ones that were saved.
+That reading is the same for all: XXH3-128 of each tensor. It reads everything that a mapping left on disk, and shows
+whether the bytes are those that were saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the state lies and what it was made from."""
+    """The location of the state, and the method that wrote it."""
 
     folder: Path
     nbytes: int

@@ -1,11 +1,11 @@
 """Host memory and stalls by mode of the writer: ``python -m tools.bench.storage.memory``.
 
 A training loop with AdamW's state (weights, two moments, all fp32) of --size bytes saves after every step with
-`Writer.save_async`. Every mode runs in a fresh process: there is memory that nobody has touched, and the process's own
-high-water mark (``VmHWM``, reset before the writer is opened) tells how much of it the writer has taken beside what the
-trainer had. ``first`` is the first save's stall, ``warm`` the median of later saves that are stored in the same way;
-``waited`` is what of a stall went by for memory or for earlier saves. Every step is loaded again, and compared by the
-hash of each of its tensors.
+`Writer.save_async`. Every mode runs in a fresh process: its memory is untouched, and its own high-water mark
+(``VmHWM``, reset before the writer is opened) shows how much memory the writer has added to the trainer's. ``first`` is
+the first save's stall, ``warm`` the median of later saves that are stored in the same way; ``waited`` is the part of a
+stall that was spent waiting for memory or for earlier saves. Every step is loaded again, and compared by the hash of
+each of its tensors.
 
 Between two saves the loop waits until the first is durable, or with --busy only computes the next step.
 """
@@ -52,8 +52,8 @@ class Sample:
 
     Attributes:
         state: bytes of the state.
-        own: the trainer's, before the writer was opened.
-        peak: above that, at most.
+        own: the trainer's memory, before the writer was opened.
+        peak: the most beyond that.
         kinds, stalls, waited, durable: of each save.
         exact: whether every step was restored bit by bit.
     """
@@ -69,7 +69,7 @@ class Sample:
     exact: bool
 
     def warm(self, kind: str | None = None) -> float:
-        """The median stall of all saves of a kind but the first; None: of the kind of the first."""
+        """The median stall of all saves of a kind but the first; None: of the first save's kind."""
         wanted = self.kinds[0] if kind is None else kind
         later = [stall for one, stall in zip(self.kinds[1:], self.stalls[1:], strict=True) if one == wanted]
         return statistics.median(later) if later else float("nan")
@@ -93,11 +93,11 @@ class _Trainer:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is saved."""
+        """The saved state."""
         return {"weight": self.weights, "exp_avg": self.m, "exp_avg_sq": self.v, "step": self.step}
 
     def train(self) -> None:
-        """One step."""
+        """Take one step."""
         self.step += 1
         rule = ADAM.rule(self._numbers())
         for name, gradient in self.gradients.items():
@@ -111,7 +111,7 @@ class _Trainer:
         return optim.Step(count=self.step, lr=1e-4)
 
     def updates(self) -> list[Update]:
-        """What the last step did."""
+        """The updates of the last step."""
         return [
             Update((f"weight.{name}", f"exp_avg.{name}", f"exp_avg_sq.{name}"), ADAM, self._numbers(), NumpySource(one))
             for name, one in self.gradients.items()
@@ -127,7 +127,7 @@ def _hashes(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _status(key: str) -> int:
-    """A figure of this process in bytes: VmRSS, VmHWM."""
+    """A field of this process's status in bytes: VmRSS, VmHWM."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) << 10
@@ -217,7 +217,7 @@ def _show(console: Console, samples: list[Sample], memory: int) -> None:
     default=1,
     help="Steps between `Writer.prepare` and the first save: memory is touched meanwhile.",
 )
-@click.option("--busy", is_flag=True, help="Save while the save before is on its way.")
+@click.option("--busy", is_flag=True, help="Start a save while the previous one is in flight.")
 @click.option("--only", multiple=True, metavar="MODE", help=f"One of: {', '.join(MODES)}; repeatable.")
 @click.option("--dir", "parent", default=Path("bench-out"), type=click.Path(path_type=Path), help="Where stores are.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
@@ -234,7 +234,7 @@ def main(
     as_json: bool,
     here: str | None,
 ) -> None:
-    """Peak host memory and stalls of each mode of the writer, each in a process of its own.
+    """Peak host memory and stalls of each mode of the writer, each in a separate process.
 
     A process needs about four times --size of memory, and --saves times --size on disk.
     """

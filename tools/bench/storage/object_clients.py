@@ -1,7 +1,7 @@
-"""Ways to bring a state into a bucket and back, each as its users are told to do it, at its cheapest settings.
+"""Clients that upload a state to a bucket and download it, each as its docs recommend, at its cheapest settings.
 
-Nothing is signed, and nothing is hashed for signatures: over TLS, which real stores are asked through, clients need not
-either. Those that can send a checksum are measured with it (``obstore``, ``ckptstore``: CRC64NVME) and without.
+Nothing is signed, and nothing is hashed for signatures: over TLS, which real stores use, clients need neither. Clients
+that can send a checksum are measured with it (``obstore``, ``ckptstore``: CRC64NVME) and without.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import numpy as np
 __all__ = ["CLIENTS", "Client", "missing"]
 
 PART: Final = 16 << 20
-"""Bytes of a part of an upload."""
+"""Bytes of an upload part."""
 RANGE: Final = 8 << 20
-"""Bytes of a range that is read."""
+"""Bytes of a range read."""
 AT_ONCE: Final = 8
 REGION: Final = "us-east-1"
 
 State = Mapping[str, np.ndarray[Any, Any]]
-"""Name -> float32, in the order in which `Client.restored` gives the bytes."""
+"""Name -> float32, in the order in which `Client.restored` returns the bytes."""
 
 
 class Client(ABC):
-    """One way. In a process of its own; used for a small state first.
+    """One client. In its own process; used for a small state first.
 
     Args:
         endpoint: of the server.
@@ -44,11 +44,11 @@ class Client(ABC):
         self.bucket, _, self.prefix = place.partition("/")
 
     def ready(self, state: State) -> None:  # noqa: B027 - most need nothing
-        """What a training run does once, before its first save."""
+        """Do the work that a training run does once, before its first save."""
 
     @abstractmethod
     def save(self, state: State) -> None:
-        """Bring it there; durable, as far as the server goes, when this returns."""
+        """Upload a state; when this returns, it is durable as far as the server goes."""
 
     @abstractmethod
     def restored(self, names: Iterable[str], nbytes: int) -> Iterable[memoryview]:
@@ -67,7 +67,7 @@ def _ranges(nbytes: int, size: int) -> list[tuple[int, int]]:
 
 
 class Sockets(Client):
-    """No client at all: HTTP by hand, an object for each 16 MiB. What the server can do."""
+    """No client: plain HTTP over sockets, an object for each 16 MiB. It shows the server's limit."""
 
     def _asked(self, method: str, number: int, body: memoryview | None = None, out: memoryview | None = None) -> None:
         link = http.client.HTTPConnection(urlsplit(self.endpoint).netloc, timeout=60)
@@ -98,7 +98,7 @@ class Sockets(Client):
 
 
 class Obstore(Client):
-    """obstore by hand: one multipart upload without a copy; ranges in parallel, left where they arrived."""
+    """obstore directly: one multipart upload without a copy; ranges in parallel, used where they arrived."""
 
     checksum: str | None = "crc64nvme"
 
@@ -128,7 +128,7 @@ class Obstore(Client):
 
 
 class ObstoreWithoutChecksum(Obstore):
-    """Likewise, and nothing but TCP notices a damaged byte."""
+    """Likewise without a checksum: only TCP notices a damaged byte."""
 
     checksum = None
 
@@ -244,7 +244,7 @@ class Dcp(Client):
 
         tensors = {name: torch.from_numpy(tensor) for name, tensor in state.items()}
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        # Its sync is `os.sync`, of the whole machine, where a file has no descriptor.
+        # Its sync is `os.sync` of the whole machine if a file has no descriptor.
         save(tensors, storage_writer=FsspecWriter(self._path(), sync_files=False, **self._options()), no_dist=True)
 
     def restored(self, names: Iterable[str], nbytes: int) -> Iterable[memoryview]:  # noqa: ARG002
@@ -267,9 +267,9 @@ CLIENTS: Final[dict[str, tuple[Callable[[str, str], Client], tuple[str, ...]]]] 
     "s3fs": (S3fs, ("s3fs",)),
     "dcp": (Dcp, ("torch", "s3fs")),
 }
-"""Name -> what makes it, and the packages that it needs."""
+"""Name -> its class, and the packages that it needs."""
 
 
 def missing(name: str) -> str | None:
-    """Which package a client lacks here; None: none."""
+    """The package that a client lacks here; None: none."""
     return next((package for package in CLIENTS[name][1] if find_spec(package) is None), None)

@@ -1,18 +1,18 @@
-"""Saving to and restoring from a bucket, beside its client by hand, s3fs, boto3 and DCP.
+"""Compares saves to and restores from a bucket with its client alone, s3fs, boto3 and DCP.
 
     python -m tools.bench.storage.objects --size 1GB --rounds 5
 
 A server in memory on loopback (`tools.objects.fast_server`), a process for each client in each round, rounds
-interleaved and rotated; what comes back is compared with what was saved. ``ratio`` is the speed beside obstore's in
-the same round with the same checksum, which is what the store is built on: medians of the rounds. ``server`` is what
-the server took: where that is near the seconds that passed, it was the server that was measured.
+interleaved and rotated; the restored bytes are compared with the saved ones. ``ratio`` is the speed relative to obstore
+in the same round with the same checksum, because the store is built on obstore: medians of the rounds. ``server`` is
+the server's time: where it is near the elapsed seconds, the server was the limit.
 
-Then, what a trainer's Python loop keeps of its speed while the state goes up (`objects_loop`): by a writer
-in its process, by the agent, and, for what the machine takes by itself, by a process that has nothing to do with it.
-With ``--pin`` the loop has a core for itself, as in training.
+Then it measures how much of its speed a trainer's Python loop keeps during an upload
+(`tools.bench.storage.objects_loop`): by a writer in its process, by the agent, and, for the cost of the machine itself,
+by an unrelated process. With ``--pin`` the loop has its own core, as in training.
 
-Loopback is no network: as fast as client and server can go, which takes all cores there are. ``--link 10Gbit/s --link
-1Gbit/s`` measures the loop beside uploads over such links, too, each with a server of its own that is no faster.
+Loopback is no network: client and server run as fast as they can, which takes all cores. ``--link 10Gbit/s --link
+1Gbit/s`` also measures the loop beside uploads over such links, each with its own server that is limited to that speed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PHASES: Final = ("save", "restore")
 MODES: Final = ("thread", "agent", "apart")
 LOOPBACK: Final = "loopback"
 RAW: Final = {"ckptstore": "obstore", "obstore": "obstore"}
-"""What each is divided by; others by ``obstore-plain``, as they send no checksum either."""
+"""The client that each is divided by; all others by ``obstore-plain``, as they send no checksum either."""
 
 
 class Comparison:
@@ -74,14 +74,14 @@ class Comparison:
             _emptied(port)
 
     def loop(self, link: str, port: int, *more: str) -> None:
-        """Each mode once."""
+        """Measure each mode once."""
         samples = self.loops.setdefault(link, {mode: [] for mode in MODES})
         for mode in MODES:
             samples[mode].append(_run("tools.bench.storage.objects_loop", mode, port, self.size, *more))
             _emptied(port)
 
     def loop_rows(self) -> list[dict[str, Any]]:
-        """One for each link and mode: medians."""
+        """One row for each link and mode: medians."""
         return [
             {
                 "link": link,
@@ -94,7 +94,7 @@ class Comparison:
         ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each client and phase: medians."""
+        """One row for each client and phase: medians."""
         return [self._row(name, phase) for phase in PHASES for name in self.clients]
 
     def _row(self, name: str, phase: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _run(module: str, name: str, port: int, size: int, *more: str) -> Any:
 
 
 def _emptied(port: int) -> None:
-    """Begin with an empty bucket: memory does not grow with the rounds."""
+    """Begin with an empty bucket, so that memory does not grow with the rounds."""
     for method in ("DELETE", "PUT"):
         link = HTTPConnection("127.0.0.1", port, timeout=20)
         link.request(method, "/tests")
@@ -166,9 +166,11 @@ def _show_loops(console: Console, found: Comparison) -> None:
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--client", "clients", type=click.Choice(list(CLIENTS)), multiple=True, help="Default: all.")
 @click.option("--loop/--no-loop", default=True, help="Whether to measure the trainer's loop, too.")
-@click.option("--pin", is_flag=True, help="In that: the loop has a core for itself, upload and server the others.")
-@click.option("--link", "links", type=RATE, multiple=True, help="In that: also over a network so fast, as 1Gbit/s.")
-@click.option("--bandwidth", metavar="RATE", help="In that: what the upload is held to, as 250MB/s.")
+@click.option("--pin", is_flag=True, help="With the loop: pin it to one core, upload and server to the others.")
+@click.option(
+    "--link", "links", type=RATE, multiple=True, help="With the loop: also over a network of this speed, as 1Gbit/s."
+)
+@click.option("--bandwidth", metavar="RATE", help="With the loop: bandwidth limit of the upload, as 250MB/s.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")
 def main(

@@ -1,14 +1,14 @@
-"""How much of its speed a trainer's Python loop keeps while a state goes up. Started by `objects`.
+"""Measures how much of its speed a trainer's Python loop keeps during an upload. Started by `objects`.
 
-``python -m tools.bench.storage.objects_loop thread|agent|apart --port PORT --size BYTES`` prints one line of JSON. A
-loop of Python, which waits for the GIL whenever another thread of its process has it, is timed by itself, then from the
-return of `save_async` until the save is acknowledged, then by itself again.
+``python -m tools.bench.storage.objects_loop thread|agent|apart --port PORT --size BYTES``, one line of JSON. A Python
+loop, which waits for the GIL whenever another thread of its process has it, is timed alone, then from the return of
+`save_async` until the save is acknowledged, then alone again.
 
-``apart`` is what the machine takes by itself: another process that has nothing to do with the loop sends as many bytes
-by obstore. Cores that share caches, memory or, as threads of one core, everything make that loop slower, too.
+``apart`` is the cost of the machine itself: another process that is unrelated to the loop sends as many bytes by
+obstore. Cores that share caches, memory or (as threads of one core) everything slow that loop down, too.
 
-With ``--pin`` the loop has the first core for itself, as a trainer has more cores than one; the threads of the writer,
-the agent and the server share the others. Without, with fewer cores than that, they take what is the loop's, too.
+With ``--pin`` the loop has the first core to itself, as a trainer has more cores than one; the threads of the writer,
+the agent and the server share the others. Without it, on few cores, they also take the loop's core.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["others", "pinned", "speeds"]
 
 
 def others() -> set[int]:
-    """The cores that are not the loop's; all, if there is but one."""
+    """All cores except the loop's; all cores if there is only one."""
     every = sorted(os.sched_getaffinity(0))
     return set(every[1:] or every)
 
 
 @contextlib.contextmanager
 def pinned(cores: set[int]) -> Iterator[None]:
-    """Threads and processes that begin inside have these cores; so has this thread meanwhile."""
+    """Pin threads and processes that start inside, and this thread meanwhile, to these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)
     try:
@@ -52,14 +52,14 @@ def pinned(cores: set[int]) -> Iterator[None]:
 
 
 def _queued() -> float:
-    """Seconds for which this thread could have run, and the machine was busy with others."""
+    """Seconds for which this thread was runnable while the machine was busy with others."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def _turns(until: Callable[[], bool]) -> tuple[float, float]:
-    """Turns of the loop in a second, and the share of the time in which it ran when there was a core for it.
+    """Iterations of the loop per second, and the share of its runnable time on a core in which it ran.
 
-    What is missing in that share it waited for the GIL, however busy the machine is with other processes.
+    The rest of that time it waited for the GIL, however busy the machine is with other processes.
     """
     turns = total = 0
     began, cpu, queued = time.perf_counter(), time.thread_time(), _queued()
@@ -81,8 +81,8 @@ def speeds(mode: str, port: int, size: int, *, pin: bool, bandwidth: str | None 
     the GIL, of that for which it had a core), ``stall`` and ``upload`` (seconds).
 
     Args:
-        mode: ``thread``: a writer in this process; ``agent``: in one of its own; ``apart``: no writer at all.
-        bandwidth: what the upload is held to.
+        mode: ``thread``: a writer in this process; ``agent``: in a separate process; ``apart``: no writer at all.
+        bandwidth: the bandwidth limit of the upload.
     """
     if mode == "apart":
         return _apart(port, size, pin=pin)
@@ -98,7 +98,7 @@ def speeds(mode: str, port: int, size: int, *, pin: bool, bandwidth: str | None 
             writer = store.writer(poll_seconds=None)
         with contextlib.suppress(AttributeError):
             writer.prepare(state)
-        writer.save_async({"small": state["t0000"][:1000]}, 1).result()  # threads have begun, with their cores
+        writer.save_async({"small": state["t0000"][:1000]}, 1).result()  # threads have started, with their cores
         time.sleep(0.5)
     if pin:
         os.sched_setaffinity(0, every - others() or every)
@@ -121,7 +121,7 @@ def speeds(mode: str, port: int, size: int, *, pin: bool, bandwidth: str | None 
 
 
 def _apart(port: int, size: int, *, pin: bool) -> dict[str, float]:
-    """As `speeds`, beside another process that sends `size` bytes when it is told to."""
+    """Like `speeds`, beside another process that sends `size` bytes on command."""
     every = os.sched_getaffinity(0)
     command = [
         sys.executable,

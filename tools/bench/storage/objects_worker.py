@@ -1,9 +1,9 @@
-"""One client's save and restore in a process of its own: prints one line of JSON. Started by `objects`.
+"""One client's save and restore in its own process: prints one line of JSON. Started by `tools.bench.storage.objects`.
 
-What is timed is the second save of the process.
+The timed save is the second one of the process.
 
-``python -m tools.bench.storage.objects_worker CLIENT --port PORT --size BYTES``. What was restored is
-compared with what was saved, by hash. That is not timed.
+``python -m tools.bench.storage.objects_worker CLIENT --port PORT --size BYTES``. The restored bytes are compared with
+the saved ones by hash, outside of the timed part.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tools.objects.fast_server import spent
 __all__ = ["measured", "state_of"]
 
 _TENSOR: Final = 24 << 20
-"""Bytes of a tensor at most: what matrices of layers have."""
+"""Largest size of a tensor in bytes: that of layers' matrices."""
 _SMALL: Final = 6 << 20
-"""Bytes of the state that warms up."""
+"""Bytes of the warm-up state."""
 
 
 def state_of(size: int) -> dict[str, np.ndarray[Any, Any]]:
-    """`size` bytes that no compression makes fewer, in tensors of at most 24 MiB."""
+    """`size` incompressible bytes, in tensors of at most 24 MiB."""
     cuts = [(start, min(size, start + _TENSOR)) for start in range(0, size, _TENSOR)]
     numbers = np.random.default_rng(size)
     return {
@@ -53,10 +53,10 @@ def _client(name: str, port: int) -> Client:
 
 
 def measured(name: str, port: int, size: int) -> dict[str, dict[str, float]]:
-    """Save, restore, compare -> what each took: ``seconds``, ``cpu``, ``server`` (CPU seconds), ``memory``.
+    """Save, restore, compare -> cost of each: ``seconds``, ``cpu``, ``server`` (CPU seconds), ``memory``.
 
     Raises:
-        RuntimeError: what was restored is not what was saved.
+        RuntimeError: the restored bytes are not the saved ones.
     """
     small = state_of(_SMALL)
     warming = _client(name, port)

@@ -1,7 +1,7 @@
-"""The page cache: dropping files from it, filling it, and counting what is resident.
+"""The page cache: dropping files from it, filling it, and counting resident pages.
 
-``POSIX_FADV_DONTNEED`` keeps dirty pages and pages that any process maps, and says nothing: so files are synced first
-and residency is counted with ``mincore`` afterwards.
+``POSIX_FADV_DONTNEED`` silently keeps dirty pages and pages that any process maps: so files are synced first and
+residency is counted with ``mincore`` afterwards.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def warm(path: Path) -> None:
         RuntimeError: the page cache did not keep them (not enough memory).
     """
     buffer = bytearray(16 << 20)
-    for _ in range(3):  # what others on the machine need may push a few pages out again
+    for _ in range(3):  # other processes may push a few pages out again
         for file in _files(path):
             with file.open("rb", buffering=0) as handle:
                 while handle.readinto(buffer):

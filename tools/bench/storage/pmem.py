@@ -1,15 +1,15 @@
-"""One segment on persistent memory: what each way to write it takes, beside a copy in memory.
+"""Writes one segment to persistent memory in each way, and compares the times with a copy in memory.
 
     python -m tools.bench.storage.pmem --size 256MiB --rounds 7
 
-Persistent memory is stood in for by shared memory that libpmem is told to take for it: the instructions are the real
-ones, the medium is DRAM. The first case is the limit: a copy into shared memory that is mapped and touched already. The
-others make a segment as a writer does, a new file each time, in blocks of 16 MiB, sealed; each is read back and
-compared. ``warm`` cases store into memory that is there already and say what the instructions cost.
+Persistent memory is simulated by shared memory that libpmem is told to treat as persistent: the instructions are the
+real ones, the medium is DRAM. The first case is the limit: a copy into shared memory that is already mapped and
+touched. The others make a segment as a writer does, a new file each time, in blocks of 16 MiB, sealed; each is read
+back and compared. ``warm`` cases store into existing memory and show the cost of the instructions.
 
-Cases are interleaved, each round begins at another one; medians. Memory is touched before each measurement, so that a
-host that takes free memory back does not decide who wins. Seconds of the processor are told as well: on a machine that
-has other work they say more than the clock.
+Cases are interleaved, each round in a rotated order; medians. Memory is touched before each measurement, so that a host
+that takes free memory back does not distort the order. Processor seconds are reported as well: on a busy machine they
+are more reliable than wall time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["Row", "main", "measure"]
 LIMIT: Final = "warm: memcpy into shared memory (the limit)"
 BLOCK: Final = 16 << 20
 _Took: TypeAlias = tuple[float, float]
-"""Seconds, and seconds of the processor."""
+"""Wall seconds and processor seconds."""
 KEY: Final = "seg/0000000001/bench.safetensors"
 
 
@@ -53,7 +53,7 @@ class Row:
 
     Attributes:
         name: of the way.
-        samples: seconds and processor's seconds of each round.
+        samples: wall and processor seconds of each round.
         seconds, cpu: their medians.
         rate: bytes per second.
         ratio: of the limit's seconds to these.
@@ -68,7 +68,7 @@ class Row:
 
 
 class _Bench:
-    """The data, and the ways to write it. Each way returns what it took, and raises if the bytes differ."""
+    """The data, and the ways to write it. Each way returns its times, and raises if the bytes differ."""
 
     def __init__(self, size: int, shared: Path, disk: Path, threads: int) -> None:
         self.data = memoryview(mmap.mmap(-1, size))
@@ -114,7 +114,7 @@ class _Bench:
 
         def work(at: int, data: memoryview) -> None:
             copy(self.warm[at : at + len(data)], data)
-            finish()  # a fence waits for the stores of its own thread alone
+            finish()  # a fence waits only for the stores of its own thread
 
         begin_at = _clocks()
         self._blocks(work)
@@ -123,7 +123,7 @@ class _Bench:
         return took
 
     def _segment(self, backend: Backend) -> _Took:
-        backend.create("FORMAT", b"x")  # folders are made, and synced, outside of what is measured
+        backend.create("FORMAT", b"x")  # folders are made, and synced, outside of the measurement
         backend.create("seg/0000000001/first", b"x")
         begin_at = _clocks()
         sink = backend.open_sink(KEY, len(self.data))
@@ -157,7 +157,7 @@ def _memcpy(target: memoryview, data: memoryview) -> None:
 
 
 def measure(size: int, rounds: int, shared: Path, disk: Path, threads: int, *, settle: bool = True) -> list[Row]:
-    """Measure every way `rounds` times, after one round that does not count."""
+    """Measure every way `rounds` times, after one uncounted round."""
     bench = _Bench(size, shared, disk, threads)
     ways = bench.ways()
     samples: dict[str, list[_Took]] = {name: [] for name in ways}

@@ -1,4 +1,4 @@
-"""What the disk can do: one buffer to one file and back, without any format.
+"""Measures the disk's limit: one buffer to one file and back, without any format.
 
 Blocks of 16 MiB. Direct transfers keep two blocks in flight from two threads, as the engine does.
 """

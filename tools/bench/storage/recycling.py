@@ -1,11 +1,9 @@
-"""New files against old ones that are overwritten, on one disk.
+"""Compares new files with overwritten old ones on one disk: ``python -m tools.bench.storage.recycling --dir PLACE``.
 
-    python -m tools.bench.storage.recycling --dir PLACE
-
-The same bytes, durable, four ways in turn: a raw new file and a raw overwritten one (O_DIRECT, 16 MiB blocks, two
-threads), and a segment of the local backend in a new file and in a recycled one, with every lock and sync of that. And
-what the backend's own short measurement says, which decides whether it recycles. No hashing, no format: this is about
-the disk.
+The same bytes, durable, in four ways in turn: a raw new file and a raw overwritten one (O_DIRECT, 16 MiB blocks, two
+threads), and a segment of the local backend in a new file and in a recycled one, including its locks and syncs. It also
+reports the backend's own short measurement, which decides whether it recycles. No hashing, no format: only the disk is
+measured.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class Places:
         return self._recycled.recycling
 
     def ways(self) -> dict[str, Callable[[], float]]:
-        """Each way, which gives the seconds it took. What a way leaves is cleared up outside of them."""
+        """Each way: a function that returns its seconds. Its files are removed outside of the measurement."""
         return dict(
             zip(
                 WAYS,
@@ -73,7 +71,7 @@ class Places:
         return seconds
 
     def segment(self, backend: LocalBackend) -> float:
-        """Release the store's segment and write another; the release, which is gc's, is not counted."""
+        """Release the store's segment and write another; the release, which belongs to gc, is not counted."""
         if (before := self._keys.get(backend)) is not None:
             backend.release(before)
         self._keys[backend] = key = f"seg/0000000001/{secrets.token_hex(16)}.safetensors"
@@ -98,7 +96,7 @@ def _timed(work: Callable[[], None]) -> float:
 
 
 def probe(folder: Path) -> tuple[float | None, float]:
-    """What the backend's measurement says -> times as fast, None if it could not tell; and the seconds it took."""
+    """The backend's measurement -> speedup, None if it was inconclusive; and its duration in seconds."""
     handle = SYSTEM.open(str(folder), 0)
     try:
         begin = time.perf_counter()

@@ -27,7 +27,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case: how it is called, and the samples of its rounds, or why there are none."""
+    """One case: its name, and the samples of its rounds, or why there are none."""
 
     phase: str
     """``save``, ``cold`` or ``warm``."""
@@ -39,7 +39,7 @@ class Row:
     """A raw transfer in the same conditions: the others' times are divided by the fastest of these."""
 
     def median(self, name: str) -> float | None:
-        """Median of the samples' field `name`, or None where they have none."""
+        """Median of the samples' field `name`, or None if they have none."""
         values = [sample[name] for sample in self.samples if name in sample]
         return median(values) if values else None
 
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Yardsticks:
-    """What the times of one phase are divided by, in seconds; None where it was not measured."""
+    """The seconds by which the times of one phase are divided; None: not measured."""
 
     raw: float | None
     safetensors: float | None

@@ -1,8 +1,9 @@
-"""How much memory a writer takes over many saves: ``python -m tools.bench.storage.resident --saves 20000``.
+"""Measures the memory of a writer over many saves: ``python -m tools.bench.storage.resident --saves 20000``.
 
-One process saves a small state again and again, with rules of retention, gradient-free deltas or fulls, and gc now and
-then, and reads its own resident size between. What a writer keeps of the past is the catalog: under rules it stays as
-long as what they keep. The last line says how many bytes each save has left behind, over the second half of them.
+One process saves a small state again and again, with retention rules, gradient-free deltas or fulls, and occasional gc,
+and reads its own resident size between saves. Of the past a writer keeps only the catalog: under rules it stays as long
+as the checkpoints that they keep. The last line says how many bytes each save has left behind, over the second half of
+them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ RULES: Final = ("last:50", "every:1000", "best:loss:3")
 _GC_EVERY: Final = 500
 
 Reading = tuple[int, int, int]
-"""Saves done, bytes of the process in memory, checkpoints in the store."""
+"""Saves done, resident bytes of the process, checkpoints in the store."""
 
 
 def readings(folder: Path, saves: int, every: int) -> Iterator[Reading]:
-    """Save, and now and then say what that has taken."""
+    """Save, and from time to time report the memory."""
     state = {"weight": np.zeros(2000, np.float32), "step": 0}
     with ckptstore.open(folder) as store, store.writer(keep=RULES, deltas=10, poll_seconds=None) as writer:
         for step in range(1, saves + 1):

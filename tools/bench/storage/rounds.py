@@ -1,4 +1,4 @@
-"""The rounds of a benchmark run: every case once per round, each in a process of its own."""
+"""The rounds of a benchmark run: every case once per round, each in a separate process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Case:
 
     @property
     def saver(self) -> str:
-        """The method that writes what this case saves or loads."""
+        """The method that writes the files that this case saves or loads."""
         return self.method if self.phase == "save" else LOADS[self.method].saver
 
 
@@ -45,19 +45,19 @@ CASES = (
 
 
 class WorkerError(Exception):
-    """A worker ended without a result; the message is the last line that it wrote."""
+    """A worker ended without a result; the message is its last line of output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all workers of a run have in common."""
+    """The common settings of all workers of a run."""
 
     size: int
     scratch: Path
     ballast: Ballast
 
     def worker(self, task: str, method: str, folder: Path, *flags: str) -> dict[str, float]:
-        """Run a worker to its end: the numbers that it printed. Raises `WorkerError`."""
+        """Run a worker to its end -> its numbers. Raises `WorkerError`."""
         self.ballast.hold()
         command = [sys.executable, "-W", "ignore", "-m", "tools.bench.storage.worker", task, method]
         command += ["--size", str(self.size), "--seed", str(SEED), "--dir", str(folder.resolve()), *flags]
@@ -86,7 +86,7 @@ class Bench:
 
 @dataclass(slots=True)
 class Results:
-    """Samples so far of the cases that are measured, and why cases were given up."""
+    """The samples so far of the measured cases, and why cases were given up."""
 
     samples: dict[Case, list[dict[str, float]]]
     errors: dict[Case, str]
@@ -127,7 +127,7 @@ def _rotated(cases: Sequence[Case], turn: int) -> Iterator[Case]:
 
 
 def measure_once(results: Results, turn: int, bench: Bench, begun: Callable[[str], None]) -> None:
-    """Measure every case once: all saves, then all loads of what they left; leaves the scratch folder as it was."""
+    """Measure every case once: all saves, then all loads of their files; leaves the scratch folder unchanged."""
     scratch = bench.scratch
     loads = [case for case in results.samples if case.phase != "save"]
     needed = {case.saver for case in loads}

@@ -1,7 +1,7 @@
 """Save and load against torch.save, safetensors, DCP and the raw disk: ``python -m tools.bench.storage.save_load``.
 
-Every measurement runs in a process of its own (`worker`); a round measures every case once, the next round in a rotated
-order, so that drift of the machine meets all alike. `docs/benchmarks.md` says what is measured and why so.
+Every measurement runs in a separate process (`worker`); a round measures every case once, the next round in a rotated
+order, so that drift of the machine affects all alike. `docs/benchmarks.md` explains the measurements.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main(
         folder.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=as_json)
     if not console.is_terminal:
-        console = Console(stderr=as_json, width=160)  # a log file has the width for whole tables
+        console = Console(stderr=as_json, width=160)  # a log file is wide enough for whole tables
     with _scratch(parent or out) as scratch:
         described = machine.describe(scratch)
         bench = Bench(nbytes, scratch, Ballast(int(2.5 * nbytes) + (1 << 30) if settle else 0))
@@ -118,7 +118,7 @@ def _run(bench: Bench, rounds: int, results: Results, console: Console) -> None:
             def begun(name: str, turn: int = turn) -> None:
                 progress.update(bar, description=f"round {turn + 1}/{rounds} {name:30}", advance=1)
 
-            # Each round begins at another case, so that no case always follows the same quiet or busy moment.
+            # Each round begins with another case, so that no case always follows the same quiet or busy moment.
             measure_once(results, 7 * turn, bench, begun)
 
 

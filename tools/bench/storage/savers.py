@@ -1,7 +1,8 @@
-"""Every way of saving that is compared. A saver leaves its files in a folder, under the name that `compared` gives.
+"""The save methods that are compared. A saver leaves its files in a folder, under the name that `compared` gives.
 
-`Measurement` covers from the call to the moment when a power cut would lose nothing: files and folder synced. Where a
-tool does not sync, the benchmark does it after the call, inside the measurement; ``stall`` is when the call returned.
+`Measurement` covers the time from the call to the moment when a power cut would lose nothing: files and folder synced.
+If a tool does not sync, the benchmark does it after the call, inside the measurement; ``stall`` is when the call
+returned.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from typing import Any
 
 import torch
 
+from tools.bench.dcp_stagers import Stagers
 from tools.bench.measure import Measurement
 from tools.bench.storage import raw
 from tools.bench.storage.pagecache import fsync
 from tools.bench.storage.state import BenchState, tensor_bytes
 
 _LOOP_STEPS = 10
-"""Training steps beside an asynchronous save, at least."""
+"""Fewest training steps beside an asynchronous save."""
 
 Saver = Callable[[BenchState, Path, Measurement], dict[str, float]]
-"""Saves the state into a folder inside the measurement; returns further numbers of its own."""
+"""Saves the state into a folder inside the measurement; returns further numbers."""
 
 
 def _image(state: BenchState) -> memoryview:
@@ -100,14 +102,13 @@ def dcp_save(state: BenchState, folder: Path, measurement: Measurement) -> dict[
 
 def dcp_async(state: BenchState, folder: Path, measurement: Measurement) -> dict[str, float]:
     """DCP with a stager that keeps its buffers: the first save fills them, the measured one finds them warm."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    stagers = Stagers(pinned=False)
 
     def start(nested: dict[str, Any], step: int) -> _Pending:
         path = folder / f"dcp-{step}"
-        future = async_save(nested, checkpoint_id=path, async_stager=stager, no_dist=True)
+        future = async_save(nested, checkpoint_id=path, async_stager=stagers.next(), no_dist=True)
         assert not isinstance(future, AsyncSaveResponse)
 
         def settle() -> None:
@@ -120,7 +121,7 @@ def dcp_async(state: BenchState, folder: Path, measurement: Measurement) -> dict
     try:
         further = _async_save(start, state, measurement, lambda step: shutil.rmtree(folder / f"dcp-{step}"))
     finally:
-        stager.close()
+        stagers.close()
     (folder / "dcp-3").rename(folder / "dcp")
     return further
 
@@ -149,7 +150,7 @@ def ckptstore_async(state: BenchState, folder: Path, measurement: Measurement) -
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A save under way: whether its tool reports it done, and waiting until it is durable."""
+    """A save in flight: whether its tool reports it done, and waiting until it is durable."""
 
     done: Callable[[], bool]
     settle: Callable[[], object]
@@ -163,8 +164,8 @@ def _async_save(
 ) -> dict[str, float]:
     """Save three times: cold buffers, warm buffers (measured), and beside a training loop that changes the state.
 
-    Returns the first call's stall and the whole time that the loop lost to the third save: wall time of the loop less
-    its steps at the pace they have without a save. What lies on disk afterwards must be the state before that loop.
+    Returns the first call's stall and the whole time that the loop lost to the third save: wall time of the loop minus
+    its steps at their pace without a save. The files on disk afterwards must hold the state before that loop.
     """
     started = time.perf_counter()
     pending = start(state.nested, 1)
@@ -192,9 +193,9 @@ def _async_save(
 
 
 class _TrainingStep:
-    """Stands for a training step: multiplies matrices, then writes every tensor of the state, as an optimizer does.
+    """A substitute for a training step: multiplies matrices, then writes every tensor of the state, like an optimizer.
 
-    Negating is its own inverse to the bit, so an even number of steps leaves the state as it was.
+    Negation is its own inverse to the bit, so an even number of steps leaves the state unchanged.
     """
 
     def __init__(self, state: BenchState) -> None:
@@ -209,7 +210,7 @@ class _TrainingStep:
         torch._foreach_neg_(self._tensors)
 
     def paces(self, steps: int = 8) -> list[float]:
-        """Seconds of steps with nothing beside them, after two that warm up; an even number in all."""
+        """Seconds of undisturbed steps, after two that warm up; an even number in all."""
         self.step()
         self.step()
         times = []

@@ -1,8 +1,9 @@
-"""The state that is saved: weights and two moments of a GPT, fp32, every tensor drawn from its own seed.
+"""The saved state: weights and two moments of a GPT, fp32, every tensor drawn from its own seed.
 
 A tensor depends only on (seed, its index), so a loaded state is checked without building a second one:
 `expected_hashes` makes one tensor at a time. The nested form is what a training script saves (a model's and an AdamW
-optimizer's state dict): integer keys, a 0-d ``step`` for every parameter, and some hundred numbers that are no tensors.
+optimizer's state dict): integer keys, a 0-d ``step`` for every parameter, and several hundred numbers that are no
+tensors.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _tensors(nbytes: int, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def small_state(seed: int) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors: schedule, data position, Python's RNG state."""
+    """The other parts of a checkpoint: schedule, data position, Python's RNG state."""
     generator = random.Random(seed)
     return {
         "step": 1000 + seed,
@@ -85,9 +86,9 @@ class BenchState:
     """One state in both forms; the tensors are shared between them."""
 
     tensors: dict[str, torch.Tensor]
-    """Flat name -> tensor: what safetensors takes."""
+    """Flat name -> tensor: the form that safetensors takes."""
     nested: dict[str, Any]
-    """What a training script passes to torch.save."""
+    """The form that a training script passes to torch.save."""
     small: dict[str, Any]
 
     @property
@@ -147,7 +148,7 @@ def tensor_bytes(tensor: Any) -> memoryview:
 
 
 def tensor_digest(tensor: Any) -> str:
-    """XXH3-128 of a tensor's bytes: reads every byte once, and tells whether they are the right ones."""
+    """XXH3-128 of a tensor's bytes: reads every byte once, and shows whether they are correct."""
     return str(xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)))
 
 

@@ -2,11 +2,11 @@
 
     python -m tools.bench.storage.tensors --count 10000
 
-A mixture of experts has tens of thousands of small tensors, so what is done for each of them counts, not the bytes.
-Every case runs in a process of its own, once per round, the next round in a rotated order: a whole state in memory
-is saved (files and folder synced), or a file that was just written is loaded, and verified where the format can.
-``open`` is what a store needs until it can say what is in it: the log is read and the newest checkpoint described.
-The state that was loaded is compared with the one that was saved, bit by bit.
+A mixture of experts has tens of thousands of small tensors, so the work for each tensor counts, not the bytes. Every
+case runs in a separate process, once per round, the next round in a rotated order: a whole state in memory is saved
+(files and folder synced), or a file that was just written is loaded, and verified if the format can. ``open`` is the
+time until a store can describe its contents: the log is read and the newest checkpoint described. The loaded state is
+compared with the saved one, bit by bit.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ CASES: dict[str, Callable[[dict[str, Tensor], Path], Numbers]] = {
     "ckptstore open": _open,
 }
 _BESIDE = {"ckptstore save": "torch.save", "ckptstore save_async: stall": "torch.save"}
-"""What a case is compared with, if not with torch.load."""
+"""The method that a case is compared with, if not torch.load."""
 
 
 def _one(name: str, count: int, elements: int, folder: Path) -> Numbers:
-    """Run one case here -> its numbers, and by how many bytes memory rose."""
+    """Run one case here -> its numbers, and the rise of memory in bytes."""
     folder.mkdir(parents=True)
     try:
         state = experts(count, elements)

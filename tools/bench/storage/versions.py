@@ -1,11 +1,11 @@
-"""Cold and warm loads by two installed versions of ckptstore, in processes that live side by side.
+"""Compares cold and warm loads by two installed versions of ckptstore, in processes that live side by side.
 
     python -m tools.bench.storage.versions --other OTHER/.venv/bin/python FOLDER
 
-Each version writes `--files` stores of one state and opens them in a process of their own; then rounds in which every
-process loads once, in a random order. A file's place on the disk and the memory that the machine hands out move a cold
-read by a quarter either way from one file and one process to the next: several files, and turns taken within seconds,
-are what makes 3 % visible. Medians over all loads of a version, seconds, and the medians of its files.
+Each version writes `--files` stores of one state and opens them in its own process; then come rounds in which every
+process loads once, in a random order. A file's place on the disk and the memory that the machine provides change a cold
+read by a quarter either way from one file and one process to the next: several files, and turns within seconds, make a
+difference of 3 % visible. Medians over all loads of a version, seconds, and the medians of its files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One measurement in a process of its own: does what the arguments say and prints one line of JSON.
+"""One measurement in its own process: does what the arguments say and prints one line of JSON.
 
 ``python -m tools.bench.storage.worker save|load|expect METHOD --size BYTES --seed N --dir DIR``. Started by
-`save_load`, which never imports torch; a worker's imports are over before it measures. By hand: press
-Enter when it says ready.
+`save_load`, which never imports torch; a worker has finished its imports before it measures. By hand: press Enter when
+it says ready.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tools.bench.storage import compared, loaders, pagecache, savers, state
 EXPECTED = "expected.json"
 """In the scratch folder: flat name -> XXH3-128 that every loaded tensor must have."""
 _TINY = 12_000
-"""Bytes of the state that warms up."""
+"""Bytes of the warm-up state."""
 
 
 def compare(tensors: dict[str, str], small: dict[str, Any] | None, expected: dict[str, str], seed: int) -> None:
-    """Compare what was loaded with what `seed` determines.
+    """Compare the loaded state with the state that `seed` determines.
 
     Args:
         tensors: flat name -> digest of the loaded bytes (`loaders.touch`).
-        small: the loaded state beside the tensors, or None where the format keeps none.
+        small: the loaded state beside the tensors, or None if the format has none.
         expected: flat name -> digest that the tensor must have (`state.expected_hashes`).
         seed: of the saved state.
 
@@ -49,7 +49,7 @@ def _expected(folder: Path) -> dict[str, str]:
 
 
 def _wait_for_driver() -> None:
-    """Say that everything is prepared, and go on when the driver has released its memory (`measure.Ballast`)."""
+    """Report that everything is prepared, and continue once the driver has released its memory (`measure.Ballast`)."""
     sys.stdout.write(compared.READY + "\n")
     sys.stdout.flush()
     sys.stdin.readline()
@@ -68,7 +68,7 @@ def save(name: str, size: int, seed: int, folder: Path) -> dict[str, float]:
     _warm_up_save(name, folder / "warm-up", seed)
     shutil.rmtree(folder / "warm-up")
     saved = state.build(size, seed)
-    os.sync()  # what earlier measurements left to write is not charged to this one
+    os.sync()  # pending writes of earlier measurements do not count in this one
     measurement = Measurement(_wait_for_driver)
     further = savers.RUN[name](saved, folder, measurement)
     del saved
@@ -79,7 +79,7 @@ def save(name: str, size: int, seed: int, folder: Path) -> dict[str, float]:
 
 
 def load(name: str, size: int, seed: int, folder: Path, *, cold: bool, threads: int) -> dict[str, float]:
-    """Load what a `save` left in `folder`, touch every byte, compare."""
+    """Load the files of a `save` in `folder`, touch every byte, compare."""
     saver = compared.LOADS[name].saver
     tiny = _warm_up_save(saver, folder / "warm-up", seed)
     loaders.touch(loaders.RUN[name](tiny).tensors, threads)

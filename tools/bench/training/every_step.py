@@ -1,24 +1,25 @@
-"""What it costs to save after every step, and how fast a killed trainer is back.
+"""Measures the cost of saving after every step, and the recovery time of a killed trainer.
 
-``python -m tools.bench.training.every_step`` takes ten minutes where nothing else runs.
+``python -m tools.bench.training.every_step`` takes ten minutes on an idle machine.
 
-The demo's language model in the loop of `training`, trainer and savers pinned to cores of their own; every case is a
-process of its own, and rounds are interleaved. *Overhead* is the loop's time over that of the same loop without saves
-in the same round; strategies whose gradients are compressed (top-k, 0.01) are compared with a loop that compresses
-them and does not save. What the loop waits for, what the trainer's thread computes, and what it loses because a bus and
-caches are shared, all are in it.
+The demo's language model in the loop of `training`, with trainer and savers pinned to separate cores; every case is a
+separate process, and rounds are interleaved. *Overhead* is the loop's time relative to the same loop without saves in
+the same round; strategies that compress gradients (top-k, 0.01) are compared with a loop that compresses them and does
+not save. It includes the loop's waits, the computation of the trainer's thread, and the slowdown by the shared bus and
+caches.
 
-Where a machine's pace changes from round to round, `every_step_turns` tells a few per cent that this cannot.
+Where a machine's pace changes from round to round, `every_step_turns` measures differences of a few per cent that this
+tool cannot.
 
 *Recovery*: the trainer is killed (SIGKILL) after a step, and another process brings a state to that step again: from
-the agent that has outlived it; from the store, replaying step diffs, where the agent died as well; from the newest full
-of a store with a full every 50 steps, half a distance back, training the lost steps again. What counts is said twice:
-from where the new trainer has its model to where it has that step, and from the SIGKILL, the new process's beginning
-included, which is the same in all cases (`every_step_recovery` says what it is).
+the agent that has survived; from the store, replaying step diffs, if the agent died as well; from the newest full of a
+store with a full every 50 steps, half a distance back, training the lost steps again. The result is reported twice:
+from where the new trainer has its model to where it has that step; and from the SIGKILL, including the start of the new
+process, which is the same in all cases (`every_step_recovery` explains it).
 
-Processes are forked by one that has imported torch (`tools.warm`); with ``--cold`` each imports it by itself. Every
-state that is restored or recovered is compared bit by bit with the one that was trained. A line is printed as soon as a
-case is measured, the tables in the end.
+Processes are forked by one that has imported torch (`tools.warm`); with ``--cold`` each imports it itself. Every
+restored or recovered state is compared bit by bit with the trained one. A line is printed as soon as a case is
+measured, the tables in the end.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ LABELS: Final = {
     "topk-agent": "Checkpointer, top-k step diffs, agent",
 }
 DISTANCE: Final = 50
-"""Steps from one full to the next where lost steps are trained again."""
+"""Steps between two fulls where lost steps are trained again."""
 _QUICK: Final = ("loop/topk-agent", "recover/dense-agent")
 _MEGABYTE: Final = 1e6
 _PARTS: Final = {
@@ -95,7 +96,7 @@ def cases(only: Sequence[str], distance: int) -> list[Case]:
 
 
 def run(plan: Plan, results: Results, rounds: int, distance: int, told: Callable[[str], None]) -> None:
-    """Measure every case so often."""
+    """Measure every case in every round."""
     for turn in range(rounds):
         for case in rotated(list(results.samples), turn):
             told(f"round {turn + 1}/{rounds} {case.kind}/{case.strategy} ...")
@@ -111,7 +112,7 @@ def run(plan: Plan, results: Results, rounds: int, distance: int, told: Callable
 
 
 def overheads(results: Results, case: Case, name: str = "iteration_s") -> list[float]:
-    """By how much the loop is slower than without saves, round by round."""
+    """The slowdown of the loop relative to the loop without saves, round by round."""
     plain = results.samples.get(Case("loop", base_of(case.strategy), 1), [])
     return [mine[name] / its[name] - 1 for mine, its in zip(results.samples[case], plain, strict=False)]
 
@@ -141,7 +142,7 @@ def document(results: Results) -> list[dict[str, Any]]:
 
 
 def line(results: Results, case: Case) -> str:
-    """What the last measurement of a case gave, or why there is none."""
+    """The result of the last measurement of a case, or why there is none."""
     samples = results.samples[case]
     if not samples:
         return f"  {results.errors.get(case) or results.absent.get(case)}"
@@ -165,7 +166,7 @@ def show(console: Console, results: Results) -> None:
     for case, samples in results.samples.items():
         table, label = (loops, LABELS) if case.kind == "loop" else (back, RECOVERIES)
         if not samples:
-            why = "not in this build" if case in results.absent else "[red]failed[/red]"
+            why = "absent" if case in results.absent else "[red]failed[/red]"
             table.add_row(label[case.strategy], why)
         else:
             row = _loop_row if case.kind == "loop" else _recovery_row
@@ -173,12 +174,14 @@ def show(console: Console, results: Results) -> None:
     for table in (loops, back):
         if table.row_count:
             console.print(table)
+    for case, reason in results.absent.items():
+        console.print(f"{case.kind}/{case.strategy} is absent: {reason}", highlight=False)
     for case, error in results.errors.items():
         console.print(f"[red]{case.kind}/{case.strategy} failed[/red]: {error}", highlight=False)
 
 
 def faster(results: Results, case: Case, name: str) -> float | None:
-    """How many times faster than by the last full and training again; None: that was not measured."""
+    """How many times faster than the last full and training again; None: not measured."""
     slowest = next((one for one in results.samples if one.strategy == "fulls-50"), None)
     whole = _median(results, case, name)
     most = None if slowest is None else _median(results, slowest, name)
@@ -229,7 +232,7 @@ Examples:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--pin/--no-pin", "pinned", default=True, show_default=True, help="Other cores for saving than training.")
 @click.option("--cold", is_flag=True, help="An interpreter for each process, which imports everything.")
-@click.option("--quick", is_flag=True, help="A tiny model, few steps, two cases: does it run?")
+@click.option("--quick", is_flag=True, help="Smoke test: a tiny model, few steps, two cases.")
 @click.option("--out", default=Path("bench-out"), show_default=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")
 def main(
@@ -245,7 +248,7 @@ def main(
     out: Path,
     as_json: bool,
 ) -> None:
-    """See the module."""
+    """Run the command: see the module."""
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console = Console(stderr=as_json, width=160)
@@ -253,7 +256,7 @@ def main(
     only = only or (_QUICK if quick else ())
     width, layers = shape_of(100_000 if quick else count)
     out.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=out.resolve()))  # processes begin in other folders
+    scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=out.resolve()))  # processes start in other folders
     os.environ["CKPTSTORE_RUNTIME_DIR"] = str(scratch / "runtime")
     results = Results({case: [] for case in cases(only, distance)})
     stack = contextlib.ExitStack()

@@ -1,16 +1,16 @@
-"""How soon a trainer that was killed is back: the part of `every_step` that kills.
+"""Measures how soon a killed trainer is back: the part of `every_step` that kills.
 
-The clock begins with the SIGKILL and stops when another process has the step again that was trained last:
+The clock starts with the SIGKILL and stops when another process has the last trained step again:
 
-- *start*: until the trainer that was killed is gone, and its successor runs and has its model. Alike in every case, for
-  nothing of it depends on where the state comes from. The successor is forked by a process that has imported torch, as
-  a standby would be; with ``--cold`` it is an interpreter that imports everything;
+- *start*: until the killed trainer is gone, and its successor runs and has its model. It is the same in every case,
+  because it does not depend on the source of the state. The successor is forked by a process that has imported torch,
+  as a standby would be; with ``--cold`` it is an interpreter that imports everything;
 - *restore*: until it has a state: from the agent, from the store's step diffs, or from the store's last full;
 - *train again*: until it has trained the steps that this state lacks.
 
-What is drawn does not decide how much is lost: where lost steps are trained again, the last full lies half of the
-distance between two of them back, which is what a failure costs on average. That trainer's count begins shortly before
-this full, so that it need not train a whole distance first.
+The loss is not random: where lost steps are trained again, the last full lies half of the distance between two of them
+back, the average loss of a failure. That trainer's count begins shortly before this full, so that it need not train a
+whole distance first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RECOVERIES: Final = {
     "fulls-50": "from the store's full, trained again",
 }
 _WARM: Final = 4
-"""Steps that a trainer takes before its first save, and that save's."""
+"""Steps of a trainer before its first save, and that save's."""
 _AGENT_STEPS: Final = 12
 
 
@@ -46,25 +46,26 @@ def killed_at(case: Case, distance: int) -> tuple[int, int]:
     half = distance // 2
     if case.strategy == "fulls-50":
         return distance - _WARM, distance + half
-    # What is replayed is half a distance, too; where an agent keeps the newest state it does not matter.
+    # The replay is half a distance, too; if an agent keeps the newest state, the distance does not matter.
     return 0, _WARM + half if case.strategy == "storage" else _AGENT_STEPS
 
 
 def recovered(plan: Plan, case: Case, folder: Path, distance: int) -> dict[str, Any]:
-    """Train, SIGKILL, recover in another process -> seconds, and what they were spent on.
+    """Train, SIGKILL, recover in another process -> seconds, by phase.
 
     Raises:
-        WorkerError: it ended by itself, or what is recovered is not what was trained.
+        WorkerError: the trainer ended without a kill, or the recovered state is not the trained one.
     """
     first, target = killed_at(case, distance)
-    # The same settings in both lives, as a script has: whoever comes with others gets another agent, from the store.
+    # Both lives have the same settings, as a script has: with other settings a trainer gets a new agent, from the
+    # store.
     last, struck = _killed(replace(plan, first=first), case, folder, target)
     if "absent" in last:
         return last
     if case.strategy == "storage":
         _kill(last["agent"])
-    trained = last["step"]  # one more than the target, if it was quicker than the signal
-    # An interval of 1: that of the saves would round the steps up.
+    trained = last["step"]  # one more than the target, if it was faster than the signal
+    # An interval of 1: the interval of the saves would round the steps up.
     found = finished(replace(plan, steps=trained), "recover", replace(case, interval=1), folder)
     if found["reached"] != trained or found["digest"] != noted_digests(folder).get(trained):
         raise WorkerError(f"recovered from step {found['step']}: step {trained} is not the one that was trained")
@@ -79,7 +80,7 @@ def recovered(plan: Plan, case: Case, folder: Path, distance: int) -> dict[str, 
 
 
 def _killed(plan: Plan, case: Case, folder: Path, target: int) -> tuple[dict[str, Any], float]:
-    """Train, and SIGKILL after step `target` -> what was said last, and when it was killed."""
+    """Train, and SIGKILL after step `target` -> the last report, and the time of the kill."""
     last: dict[str, Any] = {}
     struck = 0.0
     with tempfile.TemporaryFile("w+", dir=plan.scratch) as trouble:
@@ -98,7 +99,7 @@ def _killed(plan: Plan, case: Case, folder: Path, target: int) -> tuple[dict[str
 
 
 def _kill(pid: int) -> None:
-    """End the agent that the trainer has left, and wait until it is gone."""
+    """End the agent of the killed trainer, and wait until it is gone."""
     agent = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(agent, signal.SIGKILL)

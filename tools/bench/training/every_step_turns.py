@@ -1,17 +1,17 @@
-"""What saving after every step costs, measured in turns.
+"""Measures the cost of saving after every step in turns.
 
-``python -m tools.bench.training.every_step_turns topk-agent`` takes three minutes a strategy where nothing else runs.
+``python -m tools.bench.training.every_step_turns topk-agent`` takes three minutes a strategy on an idle machine.
 
-The loop with saves and the one without live side by side, pinned as in `every_step`, and one trains a few steps while
-the other stands still. A machine that is shared changes its pace by a third within a minute; loops that are measured
-one after the other cannot tell an overhead of 3 % from one of 10. Two turns are a second or two apart. The first step
-of a turn does not count: in it a saver has nothing of an earlier step to do yet, and what the other's saver had left is
-done (a turn ends with `Strategy.settle`, which does not count, either). *Overhead* is the median over pairs of turns,
-with the interval that holds it with 95 % (bootstrap). In the end the newest state is restored and compared bit by bit.
+The loops with and without saves live side by side, pinned as in `every_step`, and one trains a few steps while the
+other pauses. A shared machine changes its pace by a third within a minute, so loops that are measured one after the
+other cannot tell an overhead of 3 % from one of 10. Two turns are a second or two apart. The first step of a turn does
+not count: in it a saver has no work from an earlier step yet, and the other's saver finishes (a turn ends with
+`Strategy.settle`, which does not count, either). *Overhead* is the median over pairs of turns, with its 95 % interval
+(bootstrap). In the end the newest state is restored and compared bit by bit.
 
-Two processors of a virtual machine are often one core that runs two threads: whatever computes on the other one slows
-training down. ``--control`` measures that, after a strategy with an agent, in the same way: no saves, and a process on
-the savers' cores computes as long for each step as the agent did, in a few kilobytes. That part is not the saves'.
+Two processors of a virtual machine are often one core with two threads: work on the other one slows training down.
+``--control`` measures that, after a strategy with an agent, in the same way: without saves, while a process on the
+savers' cores computes as long for each step as the agent did, in a few kilobytes. The saves do not cause that part.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _DRAWS: Final = 2000
 
 @dataclass(slots=True)
 class Turns:
-    """Seconds a step of each turn, of the loop without saves and of the one with them; the same of its processor.
+    """Seconds a step of each turn, of both loops; likewise processor seconds.
 
     Attributes:
         plain, saving: wall seconds a step, by pair of turns.
-        plain_thread, saving_thread: of the training thread's processor, the same.
-        agent: of the agent's processor, where there is one.
-        result: what the saving worker said in the end: its state was restored and compared.
+        plain_thread, saving_thread: processor seconds of the training thread.
+        agent: processor seconds of the agent, if there is one.
+        result: the last report of the saving worker: its state was restored and compared.
     """
 
     plain: list[float] = field(default_factory=list)
@@ -65,22 +65,22 @@ class Turns:
     result: dict[str, Any] = field(default_factory=dict)
 
     def overheads(self) -> list[float]:
-        """By how much the steps of a turn were slower than those of the turn beside it."""
+        """The slowdown of a turn's steps relative to the turn beside it."""
         return [mine / its - 1 for mine, its in zip(self.saving, self.plain, strict=True)]
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float]:
-    """Within which the median lies with 95 %: a bootstrap, the same for the same values."""
+    """The 95 % interval of the median: a bootstrap, the same for the same values."""
     chance = random.Random(1)
     drawn = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(_DRAWS))
     return drawn[_DRAWS // 40], drawn[-_DRAWS // 40 - 1]
 
 
 def taken(plan: Plan, plain: Case, saving: Case, pairs: int, told: Callable[[str], None]) -> Turns:
-    """Measure so many pairs of turns of `plan.steps` counted steps each; who is first alternates.
+    """Measure pairs of turns of `plan.steps` counted steps each; the first of a pair alternates.
 
     Raises:
-        WorkerError: a worker ended, or what is restored in the end is not what was trained.
+        WorkerError: a worker ended, or the finally restored state is not the trained one.
     """
     found = Turns()
     with ExitStack() as stack:
@@ -103,7 +103,7 @@ def taken(plan: Plan, plain: Case, saving: Case, pairs: int, told: Callable[[str
 
 
 class _Worker:
-    """A worker that trains when it is told to."""
+    """A worker that trains on command."""
 
     def __init__(self, plan: Plan, case: Case) -> None:
         self._folder = plan.scratch / f"turns-{case.strategy}"
@@ -125,14 +125,14 @@ class _Worker:
         return self
 
     def ask(self, steps: int) -> dict[str, Any]:
-        """Train so many steps -> their seconds; 0: end -> the result."""
+        """Train a number of steps -> their seconds; 0: end -> the result."""
         assert self._process is not None
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{steps}\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended: what it says, or does not say, tells why
+            pass  # it has ended: its output, or the lack of it, gives the reason
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -203,12 +203,12 @@ def main(
     out: Path,
     as_json: bool,
 ) -> None:
-    """See the module."""
+    """Run the command: see the module."""
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console = Console(stderr=as_json, width=160)
     out.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=out.resolve()))  # processes begin in other folders
+    scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=out.resolve()))  # processes start in other folders
     os.environ["CKPTSTORE_RUNTIME_DIR"] = str(scratch / "runtime")
     plan = Plan(*shape_of(count), *tokens, steps, 100, device, pinned, scratch)
     table = Table(title="A save after every step, in turns with the loop without saves", title_justify="left")

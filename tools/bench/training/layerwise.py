@@ -1,11 +1,13 @@
-"""What saving costs a training loop: blocking, `save_async`, and layer by layer, with one optimizer and in backward.
+"""Measures the cost of saving to a training loop: blocking, `save_async`, and layer by layer, with one optimizer and in
+backward.
 
     python -m tools.bench.training.layerwise --width 512 --blocks 6 --every 3 --saves 4 --rounds 3 FOLDER
 
-A small language model on the CPU. Every way trains the same model in the same process, ways interleaved, each round
-beginning at another one; the first save, which touches fresh memory, is not counted. The loss of a save is the loop's
-time beyond that of the loop without saves, by the number of saves; the wait for the last checkpoint is not in it.
-``stall`` is what training waited in calls and at gates: the rest of the loss is that copies and writes take cores.
+A small language model on the CPU. Every way trains the same model in the same process, ways interleaved, each round in
+a rotated order; the first save, which touches fresh memory, does not count. The loss of a save is the loop's time
+beyond that of the loop without saves, divided by the number of saves; the wait for the last checkpoint is not included.
+``stall`` is the waiting time of training in calls and at gates: the rest of the loss is copies and writes that take
+cores.
 
 With ``--pin`` the trainer has the first core to itself and the writer's threads the others.
 """
@@ -55,7 +57,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way, medians of its rounds: seconds of the loop, and of each save what the loop lost and training waited."""
+    """One way, medians of its rounds: seconds of the loop, and of each save its loss and stall."""
 
     way: str
     loops: tuple[float, ...]
@@ -103,7 +105,7 @@ def _stepping(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None
 
 @contextlib.contextmanager
 def _cores(numbers: set[int]) -> Iterator[None]:
-    """Threads that begin inside have these cores, and so has this one meanwhile."""
+    """Pin threads that start inside, and this thread meanwhile, to these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, numbers or before)
     try:
@@ -113,7 +115,7 @@ def _cores(numbers: set[int]) -> Iterator[None]:
 
 
 def _loop(way: str, settings: Settings, url: str) -> tuple[float, float, float]:
-    """One loop -> its seconds, those that training waited for saves, and those of copying layers."""
+    """Run one loop -> its seconds, those that training waited for saves, and those of copying layers."""
     optimizer, _, how = way.partition(": ")
     training = _Training(settings, in_backward="backward" in optimizer)
     every = sorted(os.sched_getaffinity(0))
@@ -126,7 +128,7 @@ def _loop(way: str, settings: Settings, url: str) -> tuple[float, float, float]:
         training.step()
         if how != "no saves":
             with _cores(others):  # the first save starts threads, and touches memory
-                for step in (1, 2):  # of two snapshots, which may be in flight
+                for step in (1, 2):  # of two snapshots in flight
                     layers.save(step) if layered else writer.save_async(training.state(), step)
                 writer.wait()
         with _cores(first):
@@ -158,11 +160,11 @@ def _waited(layers: LayerwiseSnapshots) -> float:
 
 
 def measure(settings: Settings, rounds: int, folder: Path, shared: Path | None) -> list[Row]:
-    """Every way in every round.
+    """Measure every way in every round.
 
     Args:
         folder: where stores are made, and deleted.
-        shared: where those on (simulated) persistent memory are; None: that way is left out.
+        shared: where those on (simulated) persistent memory are; None: skip that way.
     """
     ways = [way for way in WAYS if shared is not None or not way.endswith("direct")]
     found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}

@@ -1,12 +1,14 @@
-"""What each strategy costs a training loop that an agent saves at every step: nothing, full, gradient, replica.
+"""Measures the cost of each strategy to a training loop that an agent saves at every step: none, full, gradient,
+replica.
 
     python -m tools.bench.training.replica --megabytes 90 --steps 40 FOLDER
 
-A perceptron with AdamW of so many megabytes of state (weights and moments) trains on the CPU. Each run is a process of
-its own, the strategies in turns. ``loop`` is the time of a step, and what it is beyond that without checkpoints;
+A perceptron with AdamW of the given megabytes of state (weights and moments) trains on the CPU. Each run is a separate
+process, the strategies in turns. ``loop`` is the time of a step, and its excess over the loop without checkpoints;
 ``backward``, ``optimizer`` (hooks of the strategy included) and ``step`` (the call of `Checkpointer.step`) are its
-parts; ``written`` is how many of the steps were made durable, ``whole`` how many were handed over as whole states.
-Medians, in milliseconds. Trainer and agent share the processor: say which cores they have, and what else runs.
+parts; ``written`` is how many of the steps were made durable, ``whole`` how many were passed as whole states. Medians,
+in milliseconds. Trainer and agent share the processor: with the numbers, report their cores and the other load of the
+machine.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ __all__ = ["main", "measure"]
 STRATEGIES: Final = ("none", "full", "gradient", "replica")
 _LAYERS: Final = 8
 _WARM: Final = 5
-"""Steps that do not count: memory is touched, kernels are compiled, the agent imports torch."""
+"""Uncounted steps: memory is touched, kernels are compiled, the agent imports torch."""
 
 
 def measure(folder: Path, strategy: str, megabytes: int, steps: int, threads: int) -> dict[str, float]:
@@ -86,7 +88,7 @@ def measure(folder: Path, strategy: str, megabytes: int, steps: int, threads: in
 
 
 def _apart(folder: Path, strategy: str, megabytes: int, steps: int, threads: int) -> dict[str, float]:
-    """`measure`, in a process of its own."""
+    """`measure` in a separate process."""
     place = Path(tempfile.mkdtemp(prefix=f"bench-replica-{strategy}-", dir=folder))
     try:
         command = [sys.executable, "-m", "tools.bench.training.replica", "--one", strategy, "--json", str(place)]
@@ -108,7 +110,7 @@ def _apart(folder: Path, strategy: str, megabytes: int, steps: int, threads: int
 def main(
     folder: Path | None, megabytes: int, steps: int, rounds: int, threads: int, one: str | None, as_json: bool
 ) -> None:
-    """See the module."""
+    """Run the command: see the module."""
     with tempfile.TemporaryDirectory(prefix="bench-replica-", dir=folder) as place:
         if one is not None:
             click.echo(json.dumps(measure(Path(place), one, megabytes, steps, threads)))

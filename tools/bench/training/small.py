@@ -2,11 +2,11 @@
 
     python -m tools.bench.training.small
 
-A linear layer of 64 x 64 with AdamW (59 kB). All ways take turns, step by step, each with a model of its own that
-takes the same steps, so that what else the machine does meets all of them. Milliseconds a step: ``loop`` is the time
-between the end of ``optimizer.step()`` and that of the save's call (``torch.save`` returns when its file is durable; a
-`Checkpointer`, when the state may change), ``cpu`` what the whole process took of the cores, until all was durable.
-At the end what each has stored is loaded and compared, bit for bit.
+A linear layer of 64 x 64 with AdamW (59 kB). All ways take turns, step by step, each with its own model that takes the
+same steps, so that other load affects all of them. Milliseconds a step: ``loop`` is the time between the end of
+``optimizer.step()`` and the return of the save's call (``torch.save`` returns when its file is durable; a
+`Checkpointer`, when the state may change), ``cpu`` the processor time of the whole process until everything was
+durable. At the end each stored state is loaded and compared, bit for bit.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Way:
             self.checkpointer.wait()
 
     def check(self) -> None:
-        """Raise `AssertionError` unless what is stored is what the model has."""
+        """Raise `AssertionError` unless the stored state equals the model's."""
         if self.checkpointer is None:
             stored = torch.load(self.path / "state.pt", weights_only=True)["model"]
         else:
@@ -112,7 +112,7 @@ def measure(folder: Path, steps: int, *, back_to_back: bool = False) -> list[Row
     """Save every way in turns, `steps` times.
 
     Args:
-        back_to_back: the next step begins at once; otherwise when the one before is durable.
+        back_to_back: the next step begins at once; otherwise once the previous one is durable.
     """
     ways = {way: _Way(way, folder) for way in WAYS}
     loop: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -146,7 +146,7 @@ def measure(folder: Path, steps: int, *, back_to_back: bool = False) -> list[Row
 @click.option("--back-to-back", is_flag=True, help="wait for no save between steps")
 @click.option("--json", "as_json", is_flag=True)
 def main(folder: Path | None, steps: int, back_to_back: bool, as_json: bool) -> None:
-    """See the module."""
+    """Run the command: see the module."""
     logging.basicConfig(level=logging.ERROR)
     place = Path(tempfile.mkdtemp(prefix="bench-small-", dir=folder))
     try:

@@ -1,18 +1,17 @@
-"""What `Checkpointer.step` costs the trainer's thread beyond the copy: for many parameters, by strategy.
+"""Measures the cost of `Checkpointer.step` to the trainer's thread beyond the copy: for many parameters, by strategy.
 
     python -m tools.bench.training.step --parameters 300 --parameters 3000 FOLDER
 
 A model of so many parameters with AdamW, so that four tensors are saved for each. ``step`` is the time of the call,
-``cpu`` what it took of the trainer's own thread (its share of the copy included): on a machine that others use, that
-and not ``step`` says what the call costs. ``hook`` is what the Checkpointer does at the end of ``optimizer.step``.
+``cpu`` its processor time in the trainer's own thread (its share of the copy included): on a machine that others use,
+``cpu`` and not ``step`` is the cost of the call. ``hook`` is the Checkpointer's work at the end of ``optimizer.step``.
 
 Beside it two copies of the same state. ``each``: the same tensors one by one, into tensors of the same shapes, in one
-call of torch (``torch._foreach_copy_``), which is the least that a snapshot in torch costs; ``piece``: as many bytes
-in one piece by one thread, which is the least that a copy of so many bytes costs, wherever they are. ``beyond`` is
-``step`` + ``hook`` - ``each``, and - ``piece``. Milliseconds: medians of steps that begin when the one before is
-durable (least: the quickest of them); with ``--busy`` the writer is still at work, and the interpreter lock is taken in
-turns with it. Caches are as cold for all: before each call and each copy other memory is written. ``cpu`` beside a copy
-is what the thread took of a core for it.
+call of torch (``torch._foreach_copy_``), the minimum for a snapshot in torch; ``piece``: as many bytes in one piece by
+one thread, the minimum for a copy of so many bytes, wherever they are. ``beyond`` is ``step`` + ``hook`` - ``each``,
+and - ``piece``. Milliseconds: medians of steps that begin once the previous one is durable (least: the fastest of
+them); with ``--busy`` the writer is still at work, and contends for the interpreter lock. Caches are equally cold for
+all: before each call and each copy other memory is written. ``cpu`` beside a copy is its thread's processor time.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ STRATEGIES: Final = ("full", "delta", "gradient")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One strategy and number of parameters; milliseconds. ``*_least`` are the quickest of the steps."""
+    """One strategy and number of parameters; milliseconds. ``*_least`` are the fastest steps."""
 
     strategy: str
     parameters: int
@@ -59,7 +58,7 @@ class Row:
 
     @property
     def beyond(self) -> tuple[float, float]:
-        """What `step` and the hook took beyond the copy of each tensor, and of one piece."""
+        """The time of `step` and the hook beyond the copy of each tensor, and of one piece."""
         return self.step + self.hook - self.each, self.step + self.hook - self.piece
 
 
@@ -120,7 +119,7 @@ def _middle_and_least(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def saved_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters, and what the optimizer keeps for them."""
+    """The parameters, and the optimizer's state for them."""
     kept = [one for slots in optimizer.state.values() for one in slots.values()]
     return [*(one.detach() for one in model.parameters()), *kept]
 
@@ -134,7 +133,7 @@ _OTHER: Final = np.zeros(64 << 20, np.uint8)
 
 
 def copied_each(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Seconds that torch takes to copy these into others that are touched; nine times."""
+    """Seconds that torch takes to copy these into other touched tensors; nine times."""
     targets = [torch.zeros_like(one) for one in tensors]
     found = []
     for _ in range(9):
@@ -146,7 +145,7 @@ def copied_each(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 
 def copied(nbytes: int) -> list[float]:
-    """Seconds that a copy of so many bytes takes, from and to memory that is touched; nine times."""
+    """Seconds of a copy of so many bytes from and to touched memory; nine times."""
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     found = []
     for _ in range(9):
@@ -176,7 +175,7 @@ def main(
     agent: bool,
     as_json: bool,
 ) -> None:
-    """See the module."""
+    """Run the command: see the module."""
     logging.basicConfig(level=logging.ERROR)
     if not as_json:
         heads = ("step", "least", "cpu", "least", "hook", "each", "least", "piece", "beyond each", "piece")

@@ -1,9 +1,9 @@
 """Checkpoint strategies in a real training loop: ``python -m tools.bench.training``.
 
-For each strategy and interval: how much slower training is than without saves, what the loop stands still per save, how
-long a save takes to be durable, peak memory, bytes, and steps lost to a SIGKILL. Every measurement is a process of its
-own (`training_worker`); a round measures every case once, the next one in a rotated order; medians count. Every
-restored state is compared bit by bit with the one that was trained.
+For each strategy and interval: the slowdown of training relative to no saves, the loop's stall per save, the time until
+a save is durable, peak memory, bytes, and steps lost to a SIGKILL. Every measurement is a separate process
+(`training_worker`); a round measures every case once, the next one in a rotated order; medians count. Every restored
+state is compared bit by bit with the trained one.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ Examples:
 @click.option(
     "--pin/--no-pin", "pinned", default=True, show_default=True, help="Other cores for saving than for training."
 )
-@click.option("--quick", is_flag=True, help="A tiny model and few steps: does it run?")
+@click.option("--quick", is_flag=True, help="Smoke test: a tiny model and few steps.")
 @click.option("--out", default=Path("bench-out"), show_default=True, type=click.Path(path_type=Path))
 @click.option("--dir", "parent", type=click.Path(path_type=Path), help="Where to write checkpoints; default: --out.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")
@@ -207,7 +207,7 @@ def _state_bytes(plan: Plan) -> int:
 
 
 def _check_space(plan: Plan, results: Results, scratch: Path) -> None:
-    """Raise `click.ClickException` where the largest case does not fit: every checkpoint of a process is kept."""
+    """Raise `click.ClickException` if the largest case does not fit: every checkpoint of a process is kept."""
     saves = [
         (plan.measured_steps(case) // case.interval if case.kind == "loop" else 4 * case.interval + 16) + 4
         for case in results.samples

@@ -1,4 +1,4 @@
-"""What the training benchmark runs: cases, their processes, and rounds in which every case has its turn."""
+"""The cases of the training benchmark, their processes, and rounds in which every case has its turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tools.warm import Script, Warm
 ROOT: Final = Path(__file__).resolve().parents[3]
 _DIGESTS: Final = "digests.txt"
 SPIN: Final = "CKPTSTORE_BENCH_SPIN_SECONDS"
-"""In the environment: seconds a step, of `training_checkpointers.Spinning`."""
+"""An environment variable: seconds a step, of `training_checkpointers.Spinning`."""
 
 STRATEGIES: Final = (
     *("none", "torch.save", "dcp-async", "checkfreq", "naive-diff", "ckptstore-1", "ckptstore-2", "ckptstore-4"),
@@ -58,16 +58,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all processes of a run have in common.
+    """The common settings of all processes of a run.
 
     Attributes:
         width, layers, batch, context: see `training_loop.Shape`.
-        steps: measured steps of a loop, at least.
+        steps: fewest measured steps of a loop.
         full_every: checkpoints from one full to the next, of differences.
         device: ``cpu`` or ``cuda``.
-        pinned: trainer and savers have cores of their own.
+        pinned: trainer and savers have separate cores.
         scratch: where checkpoints are written.
-        first: the loop's count of steps begins there, and with it what it is trained on.
+        first: the loop's count of steps begins there, and with it the training data.
         warm: forks the workers; None: each is an interpreter that imports everything.
     """
 
@@ -84,7 +84,7 @@ class Plan:
     warm: Warm | None = None
 
     def measured_steps(self, case: Case) -> int:
-        """A multiple of the interval, and two of them at least; of a ``table`` it ends amid two fulls."""
+        """A multiple of the interval, at least two intervals; of a ``table`` it ends between two fulls."""
         if case.kind == "table" and case.batch:
             whole = max(1, self.steps // case.interval) * case.interval
             amid = whole + case.interval // 2
@@ -97,14 +97,14 @@ class Plan:
         words = [sys.executable, "-W", "ignore", "-m", "tools.bench.training.training_worker", task, case.strategy]
         words += ["--dir", str(folder.resolve()), "--width", str(self.width), "--layers", str(self.layers)]
         words += ["--tokens", str(self.batch), str(self.context), "--device", self.device]
-        # In the table's cases every step is a save: the interval between what is written is the batch.
+        # In the table's cases every step is a save: the interval between writes is the batch.
         words += ["--interval", str(case.batch if table else case.interval)]
         words += ["--full-every", str(case.interval if table else self.full_every)]
         words += ["--steps", str(self.measured_steps(case)), "--first", str(self.first)]
         return words if self.pinned else [*words, "--no-pin"]
 
     def begun(self, task: str, case: Case, folder: Path, trouble: IO[str]) -> subprocess.Popen[str] | Script:
-        """A worker that says a line each time, and what troubles it to a file."""
+        """A worker that prints a line each time, with its errors in a file."""
         start: Callable[..., Any] = subprocess.Popen if self.warm is None else self.warm.start
         how = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": trouble, "text": True}
         found: subprocess.Popen[str] | Script = start(self.command(task, case, folder), **how)
@@ -113,14 +113,14 @@ class Plan:
 
 @dataclass(slots=True)
 class Results:
-    """Samples of each case by round, why a case was given up, and what is not in this build."""
+    """Samples of each case by round, why a case was given up, and why one is absent from this build or this device."""
 
     samples: dict[Case, list[dict[str, Any]]]
     errors: dict[Case, str] = field(default_factory=dict)
     absent: dict[Case, str] = field(default_factory=dict)
 
     def take(self, case: Case, measure: Callable[[], dict[str, Any]]) -> None:
-        """One measurement, unless the case was given up before."""
+        """Take one measurement, unless the case was given up before."""
         if case in self.errors or case in self.absent:
             return
         try:
@@ -136,13 +136,13 @@ class Results:
 
 
 def rotated(cases: Sequence[Case], turn: int) -> Iterator[Case]:
-    """Each round begins at another case, so that drift of the machine meets all alike."""
+    """Each round begins with another case, so that drift of the machine affects all alike."""
     for place in range(len(cases)):
         yield cases[(place + 5 * turn) % len(cases)]
 
 
 def run_round(plan: Plan, results: Results, turn: int, begun: Callable[[str], None], end: float = float("inf")) -> None:
-    """Every case that is measured, once. Kills are drawn from the number of the round. Begins nothing after `end`."""
+    """Measure every case once. The round's number seeds the kills. Starts nothing after `end`."""
     for case in rotated(list(results.samples), turn):
         if time.monotonic() >= end:
             return
@@ -159,13 +159,13 @@ def run_round(plan: Plan, results: Results, turn: int, begun: Callable[[str], No
 
 
 def environment() -> dict[str, str]:
-    """A worker's: torch computes with as many threads as the trainer has cores."""
+    """A worker's environment: torch computes with as many threads as the trainer has cores."""
     cores = len(os.sched_getaffinity(0))
     return {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // 2))}
 
 
 def finished(plan: Plan, task: str, case: Case, folder: Path) -> dict[str, Any]:
-    """Run a worker to its end -> what it said. Raises `WorkerError`."""
+    """Run a worker to its end -> its output. Raises `WorkerError`."""
     command = plan.command(task, case, folder)
     if plan.warm is None:
         done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
@@ -178,7 +178,7 @@ def finished(plan: Plan, task: str, case: Case, folder: Path) -> dict[str, Any]:
 
 
 def noted_digests(folder: Path) -> dict[int, str]:
-    """What a worker that was killed had noted of its states, by step."""
+    """The digests of states that a killed worker had noted, by step."""
     lines = (folder / _DIGESTS).read_text().splitlines()
     return {int(line.split()[0]): line.split()[1] for line in lines if line.count(" ") == 1}
 
@@ -187,7 +187,7 @@ def killed(plan: Plan, case: Case, folder: Path, chance: random.Random) -> dict[
     """Train, SIGKILL at a random moment after the second save, restore in another process -> steps lost.
 
     Raises:
-        WorkerError: it ended by itself, nothing can be restored, or what is restored is not what was trained.
+        WorkerError: it ended without a kill, nothing can be restored, or the restored state is not the trained one.
     """
     target = chance.randint(2 * case.interval + 4, 4 * case.interval + 8)
     with tempfile.TemporaryFile("w+", dir=plan.scratch) as trouble:

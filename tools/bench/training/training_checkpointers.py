@@ -1,8 +1,8 @@
-"""Ways to use a `Checkpointer` in the training benchmark's loop: every step, in this process or by an agent of its own
-core, with dense gradients or with the largest hundredth of them.
+"""Checkpointers in the training benchmark's loop: every step, in this process or by an agent on its own core, with
+dense gradients or with the largest hundredth of them.
 
-An agent's process is begun where everything that saves has its cores (`training_loop.on_savers`). With compressed
-gradients the loop compresses them after its backward, saves or not (``none-topk``): that is training's business.
+An agent's process is started on the savers' cores (`training_loop.on_savers`). With compressed gradients the loop
+compresses them after its backward, with saves or without (``none-topk``): compression belongs to training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 
 from tools.bench.training.training_cases import SPIN
 from tools.bench.training.training_loop import Trainer, on_savers
-from tools.bench.training.training_strategies import Ledger, Nothing, NotInThisBuildError, Options, Store, Strategy
+from tools.bench.training.training_strategies import AbsentError, Ledger, Nothing, Options, Store, Strategy
 
 __all__ = ["CHECKPOINTERS", "DENSITY", "LEFT"]
 
@@ -23,7 +23,7 @@ DENSITY: Final = 0.01
 
 
 class _Steps:
-    """The loop's own count of steps, as something of the script's that has a state."""
+    """The loop's own count of steps, as a stateful object of the script."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -36,7 +36,7 @@ class _Steps:
 
 
 def _compressed(trainer: Trainer) -> Any:
-    """Have a trainer compress its gradients -> what does it."""
+    """Make a trainer compress its gradients -> its compressor."""
     from ckptstore.training import TopKHook
 
     # Residuals change by the dense gradient at each step: with them a checkpoint is as large as without compression.
@@ -65,10 +65,10 @@ for line in sys.stdin:
 
 
 class Spinning(Nothing):
-    """No saves; a process on the savers' cores computes so long for each step, in memory of a few kilobytes.
+    """No saves; a process on the savers' cores computes for a given time at each step, in a few kilobytes of memory.
 
-    What training loses beside that is the machine's: cores that share their units, or a host that has fewer than it
-    says. `SPIN` in the environment says how many seconds.
+    The slowdown of training is then caused by the machine: cores that share units, or a host with fewer cores than it
+    reports. `SPIN` in the environment sets the seconds.
     """
 
     label = "none, beside a process that computes"
@@ -107,7 +107,7 @@ class Checkpointed(Strategy):
 
     def save(self, step: int) -> None:
         pending = self.checkpointer.step()
-        if pending is None:  # a replica's agent has it in memory; the medium has not taken those before yet
+        if pending is None:  # a replica's agent has it in memory; the medium has not accepted earlier ones yet
             assert self.how == "replica"
             return
         pending.when_done(lambda durable: self.ledger.done(step) if durable else None)
@@ -121,41 +121,47 @@ class Checkpointed(Strategy):
     @classmethod
     def restore(cls, folder: Path, trainer: Trainer) -> int | None:
         checkpointer = _opened(cls, folder, trainer, Options(), agent=cls.by_agent)
-        LEFT.append(checkpointer)  # until the process ends: to end a term is no part of what is restored
+        LEFT.append(checkpointer)  # until the process ends: ending a term is not part of the restored state
         return trainer.step if checkpointer.steps_done else None
 
 
 LEFT: Final[list[Any]] = []
-"""Checkpointers that were only opened to restore, and end with the process."""
+"""Checkpointers that were only opened to restore; they live until the process ends."""
 
 
 def _opened(kind: type[Checkpointed], folder: Path, trainer: Trainer, options: Options, *, agent: bool) -> Any:
-    """A Checkpointer that has resumed what there is, with the loop's own step."""
+    """A Checkpointer that has resumed the existing run, with the loop's own step."""
+    from ckptstore import UsageError
     from ckptstore.training import Checkpointer, strategies
 
     if kind.how not in strategies.STRATEGIES:
-        raise NotInThisBuildError(f"a Checkpointer of this build has no strategy {kind.how!r}")
+        raise AbsentError(f"a Checkpointer of this build has no strategy {kind.how!r}")
     given: dict[str, Any] = {"compressor": _compressed(trainer)} if kind.compressed else {}
     if agent:
         given |= {"agent": True, "linger_seconds": 60.0}
     with on_savers():
-        checkpointer = Checkpointer(
-            folder / "store",
-            model=trainer.model,
-            optimizer=trainer.optimizer,
-            extra={"steps": _Steps(trainer)},
-            strategy=kind.how,
-            full_every=options.full_every,
-            group=None,
-            signals=False,
-            **given,
-        )
+        try:
+            checkpointer = Checkpointer(
+                folder / "store",
+                model=trainer.model,
+                optimizer=trainer.optimizer,
+                extra={"steps": _Steps(trainer)},
+                strategy=kind.how,
+                full_every=options.full_every,
+                group=None,
+                signals=False,
+                **given,
+            )
+        except UsageError as error:
+            if kind.how == "replica" and trainer.device.type != "cpu":
+                raise AbsentError(str(error)) from error
+            raise
         checkpointer.resume()
     return checkpointer
 
 
 class FromStorage(Checkpointed):
-    """By an agent that dies with its trainer: what is restored comes from the store."""
+    """By an agent that dies with its trainer: the state is restored from the store."""
 
     by_agent = True
 
@@ -167,7 +173,7 @@ class FromStorage(Checkpointed):
 
 
 class FullsAndRecompute(Store):
-    """A full at every interval; what was trained since is trained again."""
+    """A full at every interval; the steps since then are trained again."""
 
     label = "ckptstore fulls, and trained again"
 

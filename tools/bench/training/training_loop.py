@@ -1,4 +1,4 @@
-"""The training loop that every checkpoint strategy runs in: the demo's language model under AdamW, and where it runs.
+"""The training loop of every checkpoint strategy: the demo's language model under AdamW, and its cores.
 
 The model computes on some cores and everything that saves runs on others, so that no strategy gets more cores than
 another, and none takes the trainer's. On CUDA the code is the same, with the steps synchronized.
@@ -30,7 +30,7 @@ _TEXT: Final = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is trained. `batch` windows of `context` bytes of text a step."""
+    """The trained model. `batch` windows of `context` bytes of text a step."""
 
     width: int
     layers: int
@@ -39,7 +39,8 @@ class Shape:
 
     @classmethod
     def of(cls, parameters: int, batch: int, context: int) -> Shape:
-        """About so many parameters, in 6 layers; 2 of a small model. The width is a multiple of 32."""
+        """A shape of about the given number of parameters, in 6 layers; 2 of a small model. The width is a multiple of
+        32."""
         layers = 6 if parameters >= 1_000_000 else 2
         width = max(32, round((parameters / (12 * layers)) ** 0.5 / 32) * 32)
         return cls(width, layers, batch, context)
@@ -53,11 +54,11 @@ class Shape:
 
 
 class Trainer:
-    """One run. Its bits depend on the shape, the seed, the step and the number of threads alone.
+    """One run. Its bits depend only on the shape, the seed, the step and the number of threads.
 
     Attributes:
         parameters: how many are trained.
-        compressor: a `TopKHook` that leaves the largest entries of each gradient; None: they stay as they are.
+        compressor: a `TopKHook` that keeps the largest entries of each gradient; None: gradients are unchanged.
     """
 
     def __init__(self, shape: Shape, device: str = "cpu", seed: int = 1) -> None:
@@ -72,7 +73,7 @@ class Trainer:
         self._text = torch.from_numpy(read_corpus(_TEXT).text.copy()).long()
 
     def backward(self) -> None:
-        """The gradient of the next step."""
+        """Compute the gradient of the next step."""
         shape = self._shape
         generator = torch.Generator().manual_seed(1_000_003 + self.step)
         starts = torch.randint(len(self._text) - shape.context - 1, (shape.batch,), generator=generator)
@@ -84,28 +85,28 @@ class Trainer:
             self.compressor.compress(self.model.parameters())
 
     def update(self) -> None:
-        """The optimizer's step. The gradient stays until the next `clear`."""
+        """Take the optimizer's step. The gradient stays until the next `clear`."""
         self.optimizer.step()
         self.step += 1
         self.synchronize()
 
     def clear(self) -> None:
-        """Forget the gradient."""
+        """Clear the gradient."""
         self.optimizer.zero_grad()
 
     def take(self) -> None:
-        """A whole step without anything beside it."""
+        """Take a whole step without saves."""
         self.backward()
         self.update()
         self.clear()
 
     def synchronize(self) -> None:
-        """Wait until the device has done all: a step's time is not that of launching it."""
+        """Wait until the device is idle: a step's time is not the time of its launch."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def state(self) -> State:
-        """What a checkpoint holds; its tensors are the live ones."""
+        """The state for a checkpoint; its tensors are the live ones."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
 
     def load(self, state: State) -> None:
@@ -139,7 +140,7 @@ def mapped(state: Any, change: Any, path: tuple[str, ...] = ()) -> Any:
 
 
 def digest(state: State) -> str:
-    """Of every bit of every tensor, and of everything else in the state."""
+    """The digest of every bit of every tensor, and of everything else in the state."""
     hasher = xxhash.xxh3_128()
     for name, tensor in sorted(tensors(state)):
         plain = tensor.detach().cpu().contiguous()
@@ -159,12 +160,12 @@ def divide_cores(pinned: bool) -> tuple[set[int], set[int]]:
 
 
 _savers: set[int] = set()
-"""The cores of everything that saves, once `pin` has said so."""
+"""The cores of everything that saves, once `pin` has set them."""
 
 
 @contextmanager
 def on_savers() -> Iterator[None]:
-    """This thread on the savers' cores, and with it every thread and process that it starts meanwhile."""
+    """Run this thread on the savers' cores, and with it every thread and process that it starts meanwhile."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, _savers or before)
     try:
@@ -174,14 +175,14 @@ def on_savers() -> Iterator[None]:
 
 
 def pin(trainer: set[int], savers: set[int]) -> str:
-    """Put this thread on the trainer's cores, and every thread that is started from now on on the savers'.
+    """Put this thread on the trainer's cores, and every thread that starts from now on on the savers'.
 
-    A thread inherits the cores of the one that starts it; so the starter stands on the savers' cores while it starts
-    one (`threading.Thread.start`, which every pool of Python's calls). Threads that C++ code starts, as torch's own do,
-    stay with whoever started them. torch computes with as many threads as the trainer has cores.
+    A thread inherits the cores of its starter; so the starter runs on the savers' cores while it starts one
+    (`threading.Thread.start`, which every pool of Python's calls). Threads that C++ code starts, such as torch's own,
+    keep their starter's cores. torch computes with as many threads as the trainer has cores.
 
     Returns:
-        what was done, for the report.
+        a description for the report.
     """
     torch.set_num_threads(len(trainer))
     if trainer == savers:

@@ -1,5 +1,5 @@
-"""Tables and pictures of the training benchmark: what each strategy costs by interval, what a kill loses, and where
-time is wasted by (1/f, b): the shapes of PCcheck's Fig. 8 and LowDiff's Table I.
+"""Tables and pictures of the training benchmark: the cost of each strategy by interval, the loss of a kill, and the
+wasted time by (1/f, b): the shapes of PCcheck's Fig. 8 and LowDiff's Table I.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARKS: Final = "osv^D<>PX*hd"
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What was found, ready to be shown.
+    """The results, ready to be printed.
 
     Attributes:
         results: everything.
@@ -36,7 +36,7 @@ class Tables:
         return [case for case in self.results.samples if case.kind == kind]
 
     def median(self, case: Case, name: str) -> float | None:
-        """Median of a field over the rounds; None where there is none."""
+        """Median of a field over the rounds; None if there is none."""
         values = [sample[name] for sample in self.results.samples.get(case, []) if name in sample]
         return median(values) if values else None
 
@@ -49,9 +49,9 @@ class Tables:
         return [mine["iteration_s"] / theirs["iteration_s"] for mine, theirs in pairs]
 
     def wasted(self, case: Case) -> float | None:
-        """Of a ``table``'s case: time wasted as a share of the time trained, as in LowDiff's Eq. (8), but measured.
+        """Of a ``table``'s case: wasted time as a share of the training time, as in LowDiff's Eq. (8), but measured.
 
-        What saving costs the loop, and for every failure half a batch of iterations and a restore.
+        It is the loop's cost of saving, and for every failure half a batch of iterations and a restore.
         """
         slowed, plain = self.slowdowns(case), self.median(Case("table", "none", 1), "iteration_s")
         restore = self.median(case, "restore_s")
@@ -93,6 +93,8 @@ def show(console: Console, tables: Tables, labels: dict[str, str]) -> None:
     if any(case.batch for case in tables.of("table")):
         console.print(_wasted_title(tables), highlight=False)
         console.print(_wasted(tables))
+    for case, reason in tables.results.absent.items():
+        console.print(f"{case.name} is absent: {reason}", highlight=False)
     for case, why in tables.results.errors.items():
         console.print(f"[red]{case.name} failed[/red]: {why}", highlight=False)
 
@@ -134,7 +136,7 @@ def _loops(tables: Tables, interval: int, labels: dict[str, str]) -> Table:
 
 def _why(tables: Tables, case: Case) -> str:
     if case in tables.results.absent:
-        return "not in this build"
+        return "absent"
     return "[red]failed[/red]" if case in tables.results.errors else "not run"
 
 
@@ -160,7 +162,7 @@ def _kills(tables: Tables, labels: dict[str, str]) -> Table:
 
 
 def grid(tables: Tables) -> tuple[list[int], list[int], list[list[float | None]]]:
-    """(1/f, b, wasted time as a multiple of the least): Table I. None where nothing was measured."""
+    """(1/f, b, wasted time as a multiple of the least): Table I. None if nothing was measured."""
     cases = [case for case in tables.of("table") if case.batch]
     intervals, batches = sorted({case.interval for case in cases}), sorted({case.batch for case in cases})
     shares = {(case.interval, case.batch): tables.wasted(case) for case in cases}
@@ -194,7 +196,7 @@ def _wasted(tables: Tables) -> Table:
 
 
 def draw(tables: Tables, labels: dict[str, str], title: str, out: Path) -> list[Path]:
-    """Write ``training.png`` (throughput over the interval) and ``training_table.png`` -> those that were written."""
+    """Write ``training.png`` (throughput over the interval) and ``training_table.png`` -> the written files."""
     import matplotlib as mpl
 
     mpl.use("Agg")

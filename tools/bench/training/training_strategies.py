@@ -1,10 +1,11 @@
 """Ways to checkpoint a training loop: torch.save, DCP, those of the papers, and ckptstore's.
 
-Peers are given what a careful user gives them: files are written under another name, synced, renamed, and the folder is
-synced, so that what has its name is complete and durable. A strategy's `restore` finds the newest checkpoint that is.
+The peers are used as a careful user would use them: files are written under another name, synced, renamed, and the
+folder is synced, so that a file under its final name is complete and durable. A strategy's `restore` finds the newest
+complete checkpoint.
 
-CheckFreq and difference checkpointing stand here as the papers describe their mechanism (one snapshot and one persist
-in flight; the compressed difference of two states): they are no products, and no code of theirs is used.
+CheckFreq and difference checkpointing are implemented as the papers describe their mechanism (one snapshot and one
+persist in flight; the compressed difference of two states): they are no products, and none of their code is used.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ import numpy as np
 import torch
 import zstandard
 
+from tools.bench.dcp_stagers import Stagers
 from tools.bench.storage.pagecache import fsync
 from tools.bench.training.training_loop import State, Trainer, mapped, tensors
 
 _STEP: Final = "step-{:08}"
 
 
-class NotInThisBuildError(Exception):
-    """The strategy needs something that this build of ckptstore has not."""
+class AbsentError(Exception):
+    """The strategy needs something that this build of ckptstore, or this device, lacks."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """When saves began and when they were durable, told from any thread; seconds of the monotonic clock."""
+    """When saves began and when they were durable, reported from any thread; seconds of the monotonic clock."""
 
     began: dict[int, float] = field(default_factory=dict)
     durable: dict[int, float] = field(default_factory=dict)
@@ -46,17 +48,17 @@ class Ledger:
         self.durable[step] = time.perf_counter()
 
     def seconds(self, after: int) -> list[float]:
-        """To durable, of every save after step `after` that is."""
+        """Seconds until durable, of every durable save after step `after`."""
         return [self.durable[step] - self.began[step] for step in sorted(self.durable) if step > after]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What strategies are given beside the trainer.
+    """Settings of strategies beside the trainer.
 
     Attributes:
         interval: iterations from one save to the next.
-        full_every: checkpoints from one full to the next, where there are differences.
+        full_every: checkpoints from one full to the next, of strategies with differences.
         batch: step diffs in one write; None: as many as `interval`.
     """
 
@@ -70,7 +72,7 @@ class Strategy(ABC):
 
     Attributes:
         label: for tables.
-        every_step: `save` is called after every step, not only at the interval: steps in between are part of it.
+        every_step: `save` is called after every step, not only at the interval: it includes the steps in between.
     """
 
     label: ClassVar[str]
@@ -83,17 +85,17 @@ class Strategy(ABC):
         self.ledger = ledger
 
     def before_update(self) -> None:  # noqa: B027  # most have nothing to wait for
-        """Called right before the optimizer's step: what is being copied must not change."""
+        """Called right before the optimizer's step: tensors that are being copied must not change."""
 
     @abstractmethod
     def save(self, step: int) -> None:
-        """Save what the trainer has now; the ledger has been told that it begins."""
+        """Save the trainer's present state; the ledger has noted the begin."""
 
-    def settle(self) -> None:  # noqa: B027  # what is synchronous is settled
-        """Return when everything is durable. Raises what stopped a save."""
+    def settle(self) -> None:  # noqa: B027  # synchronous saves are already settled
+        """Return when everything is durable. Raises the error of a failed save."""
 
     def close(self) -> None:
-        """Settle, and let go of threads."""
+        """Settle, and stop threads."""
         self.settle()
 
     def hidden_wait(self) -> float:
@@ -103,7 +105,7 @@ class Strategy(ABC):
     @staticmethod
     @abstractmethod
     def restore(folder: Path, trainer: Trainer) -> int | None:
-        """Load the newest checkpoint that is complete into a trainer that has taken a step -> its step, if any."""
+        """Load the newest complete checkpoint into a trainer that has taken a step -> its step, if any."""
 
 
 class Nothing(Strategy):
@@ -130,12 +132,12 @@ def write_file(path: Path, state: Any) -> None:
 
 
 def newest(folder: Path, pattern: str) -> list[tuple[int, Path]]:
-    """(step, path) of what has a name of that pattern, newest first."""
+    """(step, path) of the files and folders that match a pattern, newest first."""
     return sorted(((int(path.stem.split("-")[1]), path) for path in folder.glob(pattern)), reverse=True)
 
 
 class TorchSave(Strategy):
-    """Training waits until the file is durable: nobody else would sync it."""
+    """Training waits until the file is durable: nothing else would sync it."""
 
     label = "torch.save + fsync"
 
@@ -158,10 +160,7 @@ class DcpAsync(Strategy):
 
     def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
         super().__init__(folder, trainer, options, ledger)
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        pinned = trainer.device.type == "cuda"
-        self._stager = DefaultStager(StagingOptions(pinned, False, False, False))
+        self._stagers = Stagers(pinned=trainer.device.type == "cuda")
         self._under_way: tuple[Future[Any], threading.Event] | None = None
 
     def save(self, step: int) -> None:
@@ -169,12 +168,12 @@ class DcpAsync(Strategy):
 
         self.settle()
         path = self.folder / _STEP.format(step)
-        future = async_save(self.trainer.state(), checkpoint_id=path, async_stager=self._stager, no_dist=True)
+        future = async_save(self.trainer.state(), checkpoint_id=path, async_stager=self._stagers.next(), no_dist=True)
         assert not isinstance(future, AsyncSaveResponse)
         synced = threading.Event()
 
         def finish(done: Future[Any]) -> None:
-            if done.exception() is None:  # its files are synced by its writer
+            if done.exception() is None:  # DCP's writer syncs its files
                 fsync(path)
                 fsync(self.folder)
                 self.ledger.done(step)
@@ -192,7 +191,7 @@ class DcpAsync(Strategy):
 
     def close(self) -> None:
         super().close()
-        self._stager.close()
+        self._stagers.close()
 
     @staticmethod
     def restore(folder: Path, trainer: Trainer) -> int | None:
@@ -273,7 +272,7 @@ class CheckFreqLike(Strategy):
 class NaiveDifferences(Strategy):
     """Check-N-Run's mechanism, without its loss: the exclusive or of two states, byte planes, zstd; fulls in between.
 
-    The state is copied while training waits; the difference is made and written beside it, one at a time.
+    The state is copied while training waits; the difference is computed and written beside training, one at a time.
     """
 
     label = "naive differences"
@@ -299,7 +298,7 @@ class NaiveDifferences(Strategy):
         full = self._last is None or self._saves % self.options.full_every == 0
         self._under_way = self._pool.submit(self._persist, step, whole, None if full else self._last, before)
         self._saves, self._last = self._saves + 1, step
-        self._buffers.reverse()  # the next one is written over the older of the two
+        self._buffers.reverse()  # the next one overwrites the older of the two
 
     def _persist(self, step: int, whole: State, base: int | None, before: State) -> None:
         if base is None:
@@ -396,7 +395,7 @@ class Store(Strategy):
     def restore(folder: Path, trainer: Trainer) -> int | None:
         import ckptstore
 
-        store = ckptstore.open(folder / "store")  # whatever URL it was written under
+        store = ckptstore.open(folder / "store")  # under whatever URL it was written
         latest = store.latest_step()
         if latest is not None:
             trainer.load(store.load("latest", framework="torch"))
@@ -404,7 +403,7 @@ class Store(Strategy):
 
 
 class GradientDiffs(Store):
-    """Every step is a checkpoint, stored as its gradient; as many as the interval has steps are written at once."""
+    """Every step is a checkpoint, stored as its gradient; one write has as many as the interval has steps."""
 
     label = "ckptstore step diffs"
     every_step = True
@@ -423,7 +422,7 @@ class GradientDiffs(Store):
 
 
 class LayerWise(Store):
-    """`ckptstore.training.LayerwiseSnapshots`: layers are copied while training goes on, each waited for alone."""
+    """`ckptstore.training.LayerwiseSnapshots`: layers are copied during training, and each is waited for separately."""
 
     label = "ckptstore layer-wise"
     in_flight = 2
@@ -433,11 +432,9 @@ class LayerWise(Store):
         try:
             layerwise = importlib.import_module("ckptstore.training.layerwise.layerwise_snapshots")
         except ImportError as error:
-            raise NotInThisBuildError(
-                "ckptstore.training.layerwise.layerwise_snapshots is not in this build"
-            ) from error
+            raise AbsentError("ckptstore.training.layerwise.layerwise_snapshots is not in this build") from error
         if self.mode not in get_args(layerwise.Mode):
-            raise NotInThisBuildError(f"layer-wise snapshots of this build have no mode {self.mode!r}")
+            raise AbsentError(f"layer-wise snapshots of this build have no mode {self.mode!r}")
         super().__init__(folder, trainer, options, ledger)
         self._snapshots = layerwise.LayerwiseSnapshots(
             self.writer, trainer.model, trainer.optimizer, state=trainer.state, mode=self.mode
@@ -445,7 +442,7 @@ class LayerWise(Store):
 
     def url(self, folder: Path) -> str:
         plain = super().url(folder)
-        return f"pmem://{Path(plain).resolve()}" if self.mode == "direct" else plain  # it needs memory to copy into
+        return f"pmem://{Path(plain).resolve()}" if self.mode == "direct" else plain  # it needs memory for the copy
 
     def begin(self, step: int) -> Any:
         return self._snapshots.save(step)

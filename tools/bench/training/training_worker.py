@@ -1,10 +1,10 @@
-"""One run of the training benchmark, in a process of its own.
+"""One run of the training benchmark, in its own process.
 
 ``python -m tools.bench.training.training_worker TASK STRATEGY`` has these tasks.
 
 ``loop`` trains, saves, measures, restores and compares; ``turns`` does so for as many steps at a time as it reads;
-``kill`` trains until somebody kills it, and says each step; ``restore`` says what can be restored, ``recover`` goes on
-to a step. Each prints JSON; `training` starts them.
+``kill`` trains until it is killed, and reports each step; ``restore`` reports the newest restorable checkpoint,
+``recover`` continues to a step. Each prints JSON; `training` starts them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from tools.bench.measure import Measurement
 from tools.bench.training.training_checkpointers import CHECKPOINTERS
 from tools.bench.training.training_loop import Shape, Trainer, digest, divide_cores, pin
-from tools.bench.training.training_strategies import STRATEGIES, Ledger, NotInThisBuildError, Options, Strategy
+from tools.bench.training.training_strategies import STRATEGIES, AbsentError, Ledger, Options, Strategy
 
 ALL: Final = {**STRATEGIES, **CHECKPOINTERS}
 WARM_STEPS: Final = 3
@@ -36,12 +36,12 @@ DIGESTS: Final = "digests.txt"
 
 @dataclass(slots=True)
 class Run:
-    """A trainer with a strategy, and what its steps took.
+    """A trainer with a strategy, and the times of its steps.
 
     Attributes:
         iterations: seconds of every step, saves included.
-        threads: of the training thread's processor, the same.
-        stalls: seconds that the loop stood for the strategy, by interval: waits, calls, gates.
+        threads: processor seconds of the training thread, likewise.
+        stalls: seconds for which the strategy blocked the loop, by interval: waits, calls, gates.
     """
 
     trainer: Trainer
@@ -110,7 +110,7 @@ def loop(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     first = run.stalls[0]
     run.until(warm + 2 * asked.interval if asked.interval <= 2 else warm + asked.interval)
     run.strategy.settle()
-    os.sync()  # what was written until now is not charged to what is measured
+    os.sync()  # earlier writes do not count in the measurement
     start = run.trainer.step
     run.iterations.clear()
     run.stalls.clear()
@@ -148,9 +148,9 @@ def loop(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 
 def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """Train as many steps as each line of the standard input says, and say what they took; 0: restore, and compare.
+    """Train as many steps as each line of the standard input says, and report their times; 0: restore, and compare.
 
-    Between two turns nothing is under way.
+    Between two turns no save is in flight.
     """
     run = begin(asked, shape)
     run.until(run.trainer.step + WARM_STEPS + 1)
@@ -174,7 +174,7 @@ def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 
 def _processor(pid: int) -> float:
-    """Seconds of processor that a process has had."""
+    """The processor seconds of a process so far."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -200,12 +200,12 @@ def restore(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 
 def recover(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """The newest state, and from there trained to step `asked.steps`: what a trainer that was killed has lost.
+    """Restore the newest state, and train to step `asked.steps`: the steps that a killed trainer has lost.
 
-    Moments in time are `time.monotonic`'s, which all processes of a machine share.
+    Times are `time.monotonic`'s, which all processes of a machine share.
     """
     if asked.strategy in CHECKPOINTERS:
-        importlib.import_module("ckptstore.training.checkpointer")  # among a script's first lines
+        importlib.import_module("ckptstore.training.checkpointer")  # among the first lines of a script
     other = Trainer(shape, asked.device, seed=2)
     began = time.monotonic()
     step = ALL[asked.strategy].restore(asked.dir, other)
@@ -225,7 +225,7 @@ def recover(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 
 def kill(asked: argparse.Namespace, shape: Shape) -> None:
-    """Train until killed. What is saved is noted before, so that it can be compared with what is restored."""
+    """Train until killed. Each save is noted first, so that the restored state can be compared."""
     run = begin(asked, shape)
     pid = getattr(run.strategy, "agent_pid", None)
     agent = {} if pid is None else {"agent": pid}
@@ -245,9 +245,9 @@ def kill(asked: argparse.Namespace, shape: Shape) -> None:
         while True:
             run.take(once)
             if asked.strategy in CHECKPOINTERS:
-                once(run.trainer.step)  # where lost steps are trained again, those that were not saved count, too
+                once(run.trainer.step)  # where lost steps are trained again, unsaved steps count, too
             if asked.strategy == "fulls-50" and run.trainer.step % asked.interval == 0:
-                run.strategy.settle()  # this full is what is restored, however soon after it the trainer is killed
+                run.strategy.settle()  # this full is restored, however soon after it the trainer is killed
             say({"step": run.trainer.step, "seconds": run.iterations[-1]} | agent)
 
 
@@ -281,7 +281,7 @@ def main() -> None:
             kill(asked, shape)
         tasks = {"loop": loop, "turns": turns, "restore": restore, "recover": recover}
         say(tasks[asked.task](asked, shape) | {"pinning": pinning})
-    except NotInThisBuildError as error:
+    except AbsentError as error:
         say({"absent": str(error)})
 
 

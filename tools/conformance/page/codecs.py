@@ -14,7 +14,7 @@ UNSIGNED = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 class RefusedError(Exception):
-    """The page says that this is refused."""
+    """The page refuses this."""
 
 
 class Stored:
@@ -63,7 +63,7 @@ def exceptions(stored: Stored, count: int, depth: int) -> list[int]:
 
 
 def piece(stored: Stored, count: int, depth: int) -> Array:
-    """5.4.3"""
+    """Decode a piece (5.4.3)."""
     mode = stored.byte()
     if mode == 0:
         return np.frombuffer(stored.take(count), np.uint8).copy()
@@ -106,7 +106,7 @@ def narrow(stored: Stored, count: int, word: int, bits: int) -> Array:
 
 
 def group(stored: Stored, count: int, word: int) -> Array:
-    """5.4.2"""
+    """Decode a group (5.4.2)."""
     form, kind = stored.byte(), UNSIGNED[word]
     if form == 255:
         return np.zeros(count, kind)
@@ -134,7 +134,7 @@ def numbers(stored: Stored, count: int, bits: int) -> Array:
 
 
 def prefixed(stored: Stored, count: int, word: int, bits: int, size: int) -> Array:
-    """5.4.6"""
+    """Decode ``prefix`` (5.4.6)."""
     form = stored.byte()
     if form == 0:
         return np.frombuffer(stored.take(count * word), UNSIGNED[word]).copy()
@@ -160,7 +160,7 @@ def prefixed(stored: Stored, count: int, word: int, bits: int, size: int) -> Arr
 
 
 def sorted_by_class(stored: Stored, base: Array, word: int, context: list[int]) -> Array:
-    """5.4.5: the words z of a block, in their places."""
+    """Put the words z of a block in their places (5.4.5)."""
     shift, low, high = context
     labels = np.clip((base.astype(np.uint64) % (1 << 8 * word - 1)) >> np.uint64(shift), low, high) - low
     order = np.argsort(labels, kind="stable")
@@ -182,7 +182,7 @@ def rounded(master: Array, to: str) -> Array:
 
 
 def decode(name: str, params: Mapping[str, Any], data: bytes, length: int, base: bytes) -> bytes:
-    """5.4 and 5.4.1: the ``length`` bytes of a chunk."""
+    """Decode a chunk of ``length`` bytes (5.4 and 5.4.1)."""
     if name == "raw":
         return data
     word = 2 if name == "derive" else params.get("word")

@@ -1,4 +1,4 @@
-"""SPEC.md 6 to 8 and READ of 10: FORMAT, slots, manifests and folds; and the catalog that they give."""
+"""SPEC.md 6 to 8 and READ of 10: FORMAT, slots, manifests and folds; and the catalog that results from them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OF_COMMITS |= {"closed", "lacks", "highest"}
 
 
 class DamagedError(Exception):
-    """A text is not as it was written."""
+    """A text is damaged."""
 
 
 @dataclass
 class Catalog:
-    """7.4"""
+    """The catalog (7.4)."""
 
     run: str = ""
     term: int = 0
@@ -52,7 +52,7 @@ class Catalog:
     damage: list[int] = field(default_factory=list)
     tags: dict[str, Node] = field(default_factory=dict)
     written: int = 0  # the newest term that has segments
-    highest: dict[int, int] = field(default_factory=dict)  # of a term: steps that were retired, or that a COMMIT tells
+    highest: dict[int, int] = field(default_factory=dict)  # of a term: steps that were retired, or that a COMMIT lists
 
     def promised(self) -> list[Node]:
         return [node for node in self.checkpoints if node not in self.retired]
@@ -84,7 +84,7 @@ class Catalog:
         return found
 
     def tagged(self, name: str) -> Node | None:
-        """`tag:NAME`"""
+        """The checkpoint of `tag:NAME`."""
         node = self.tags[name] if self.tags[name] in self.promised() else None
         settled = -1 if node is None else self.slots[node]
         if self.written > self.term or any(slot > settled for slot in self.damage):
@@ -103,7 +103,7 @@ def unsealed(data: bytes) -> dict[str, Any]:
 
 
 def read_format(folder: Path) -> dict[str, Any]:
-    """6.2: without it, or if it is damaged, the store is refused."""
+    """Read FORMAT (6.2): a store without it, or with a damaged one, is refused."""
     try:
         found = unsealed(text_of(folder / "FORMAT"))
     except DamagedError as error:
@@ -116,7 +116,7 @@ def read_format(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> Catalog:
-    """READ; nobody writes meanwhile, so that nothing is ever stale."""
+    """READ; nobody writes meanwhile, so nothing becomes stale."""
     format_file = read_format(folder)
     for place in (folder / name for name in ("log", "fold", "seg")):
         if place.is_symlink() or (place.exists() and not place.is_dir() and not place.is_file()):
@@ -143,18 +143,18 @@ def read(folder: Path) -> Catalog:
 
 
 def never_deleted(folder: Path, seq: int, every: int) -> bool:
-    """READ: an anchor, or a slot without the anchor above it."""
+    """READ: an anchor, or a slot without the anchor above it, is never deleted."""
     return seq % every == 0 or not (folder / "log" / f"{(seq // every + 1) * every:020d}").exists()
 
 
 def counts(term: Path, run: str) -> bool:
-    """READ 4: whether a folder below ``seg/`` has an object that does not say that it is another run's."""
+    """READ 4: whether a folder below ``seg/`` has an object that does not name another run."""
     objects = list(objects_of(term))
     return len(objects) > LOOKED_INTO or any(run_of(path) in (run, None) for path in objects)
 
 
 def objects_of(folder: Path) -> Iterator[Path]:
-    """All but folders, in the folder and in those below it. A name that begins with a dot is passed over."""
+    """All objects except folders, in the folder and in those below it. Names that begin with a dot are skipped."""
     for path in folder.iterdir():
         if path.name.startswith("."):
             continue
@@ -165,22 +165,22 @@ def objects_of(folder: Path) -> Iterator[Path]:
 
 
 def run_of(path: Path) -> str | None:
-    """The run that a segment or a manifest names; None: nobody can tell."""
+    """The run that a segment or a manifest names; None: unknown."""
     try:
         data = text_of(path)
         found = (unsealed(data) if path.suffix == ".json" else segments.read(data))["run"]
-    except Exception:  # noqa: BLE001  # whatever is wrong with it, it says nothing
+    except Exception:  # noqa: BLE001  # a file with any error names no run
         return None
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{32}", found) else None
 
 
 def text_of(path: Path) -> bytes:
-    """Nothing where no regular file is."""
+    """The text of a regular file; None if there is none."""
     return path.read_bytes() if path.is_file() and not path.is_symlink() else b""
 
 
 def check_end(folder: Path, catalog: Catalog, seq: int, run: str) -> None:
-    """The slot that a fold ends with: another record than the fold's is damage; whatever else costs nothing."""
+    """Check the end slot of a fold: a record that differs from the fold's is damage; any other defect is not."""
     data = text_of(folder / "log" / f"{seq:020d}")
     try:
         slot = unsealed(data)
@@ -210,7 +210,7 @@ def take(folder: Path, catalog: Catalog, seq: int, format_file: dict[str, Any]) 
 
 
 def check_slot(slot: dict[str, Any], run: str, seq: int) -> None:
-    """What is wrong first decides."""
+    """Check a slot; the first error counts."""
     if not are_texts(slot.get("incompat", [])):
         raise DamagedError
     if set(slot.get("incompat", [])) - FEATURES:
@@ -255,7 +255,7 @@ def continues(catalog: Catalog, slot: dict[str, Any]) -> bool:
 
 
 def whole(folder: Path, slot: dict[str, Any]) -> dict[str, Any]:
-    """7.3"""
+    """Read a whole record (7.3)."""
     if slot["ckptstore"] == "open" or not slot.get("manifest"):
         return slot
     if OF_COMMITS & slot.keys():
@@ -268,7 +268,7 @@ def whole(folder: Path, slot: dict[str, Any]) -> dict[str, Any]:
     found = unsealed(data)
     needs = found.get("incompat", [])
     if are_texts(needs) and not set(needs) - FEATURES and found.get("ckptstore") != slot["ckptstore"]:
-        raise DamagedError  # 6.1: only of a slot another kind is no damage
+        raise DamagedError  # 6.1: only in a slot is a wrong kind no damage
     check_slot(found, slot["run"], slot["seq"])
     if "manifest" in found or any(found[name] != slot[name] for name in ("ckptstore", "previous", "term", "nonce")):
         raise DamagedError
@@ -319,7 +319,7 @@ def apply(catalog: Catalog, record: dict[str, Any], seq: int) -> None:
 
 
 def newest_fold(folder: Path, run: str) -> tuple[Catalog, int]:
-    """The catalog of the newest valid fold, and the slot to go on with."""
+    """The catalog of the newest valid fold, and the slot to continue with."""
     names = [path for path in (folder / "fold").glob("*") if FOLD_NAME.fullmatch(path.name)]
     for path in sorted(names, reverse=True):
         found, columns = fold_of(text_of(path), path.name[21:])
@@ -331,13 +331,13 @@ def newest_fold(folder: Path, run: str) -> tuple[Catalog, int]:
             continue
         try:
             return unfolded(found, columns), found["seq"] + 1
-        except DamagedError:  # wrong in what section 8 says
+        except DamagedError:  # invalid according to section 8
             continue
     return Catalog(run), 0
 
 
 def fold_of(data: bytes, digest16: str) -> tuple[dict[str, Any], bytes]:
-    """The JSON and the columns; nothing of a fold that is damaged."""
+    """The JSON and the columns of a fold; None if it is damaged."""
     head, digest, frame = [*data.split(b"\n", 2), b"", b""][:3]
     if (
         head != b"ckptstore fold"
@@ -364,7 +364,7 @@ def identities(columns: dict[str, Any]) -> list[Any]:
 
 
 class Columns:
-    """What stands behind the JSON of a fold, taken column by column."""
+    """The part of a fold behind the JSON, taken column by column."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

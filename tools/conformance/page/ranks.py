@@ -1,4 +1,4 @@
-"""Section 3.3: what a reader that is no rank has of a state of many ranks."""
+"""SPEC.md 3.3: the state of many ranks as a reader that is no rank restores it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCALARS |= {"F8_E8M0": ml_dtypes.float8_e8m0fnu, "C64": "<c8", "C128": "<c16"}
 
 
 def unranked(tree: Any) -> Any:
-    """A tree in which the union of its nodes is in place of each `$ranks`."""
+    """A tree in which each `$ranks` is replaced by the union of its nodes."""
     found = list(bodies_of(tree))
     require(len({len(places) for places, _ in found}) < 2)
     require(not any(list(bodies_of(nodes)) for _, nodes in found))
@@ -44,7 +44,7 @@ def present(node: Any) -> Any:
 
 
 def bodies_of(node: Any) -> Iterator[tuple[list[Any], list[Any]]]:
-    """The bodies of all `$ranks`, but for those within others."""
+    """The bodies of all `$ranks`, except nested ones."""
     if isinstance(node, dict) and list(node) == ["$ranks"]:
         body = node["$ranks"]
         require(isinstance(body, list) and len(body) == 2 and all(isinstance(part, list) and part for part in body))

@@ -1,4 +1,4 @@
-"""SPEC.md 5.1 to 5.3: what a segment says of itself, and where its chunks are."""
+"""SPEC.md 5.1 to 5.3: the description of a segment, and the places of its chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cells(column: str) -> list[str | None]:
 
 
 def known_cells(column: str) -> list[str | None]:
-    """Of a column in which no hash may be missing."""
+    """The cells of a column in which no hash may be missing."""
     found = cells(column)
     require(None not in found)
     return found
@@ -33,7 +33,7 @@ def lengths(nbytes: int) -> list[int]:
 
 
 def parsed(text: bytes) -> Any:
-    """JSON. Section 1: a high surrogate and a low one behind it are one character, however each is written."""
+    """Parse JSON. Section 1: a high surrogate and a low one behind it are one character, however each is written."""
     return joined(json.loads(text.decode("utf-8", "surrogatepass")))
 
 
@@ -66,7 +66,7 @@ def entry(name: str, dtype: str, shape: list[int], chunks: list[Any], **more: An
 
 
 def check_name(name: str) -> None:
-    """5.3: what no entry of a segment is called."""
+    """5.3: names that no entry of a segment may have."""
     require(name != "__metadata__" and not any("\ud800" <= letter <= "\udfff" for letter in name))
 
 
@@ -132,7 +132,7 @@ def read_packed(document: dict[str, Any], index: dict[str, Any], start: int) -> 
 
 
 def encodings(document: dict[str, Any]) -> dict[str, Any]:
-    """By step, what the columns of the document say."""
+    """The columns of the document, by step."""
     parts = {
         step: {"first": first, "number": number, "count": count} for step, first, number, count in document.pop("parts")
     }
@@ -172,14 +172,14 @@ def read(data: bytes) -> dict[str, Any]:
 
 
 def check_parents(rows: list[Any]) -> None:
-    """5.1: ascending by term; a parent is of an earlier term."""
+    """5.1: parents ascend by term, and each is of an earlier term."""
     terms = [term for term, _ in rows]
     require(all(type(term) is int and 1 <= term <= 9999999999 for term in terms) and terms == sorted(set(terms)))
     require(all(parent is None or 1 <= parent[0] < term for term, parent in rows))
 
 
 def check_ranks(document: dict[str, Any], steps: list[int]) -> None:
-    """5.1, segments of many ranks"""
+    """5.1: segments of many ranks."""
     for name in ("rank", "ranks"):
         rows = document.get(name, [])
         require(isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows))

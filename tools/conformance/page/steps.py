@@ -29,7 +29,7 @@ def require(holds: bool) -> None:
 
 
 def check_groups(own: Mapping[str, Any]) -> None:
-    """What the groups of a segment's step have to be; `own`: its entries."""
+    """Check the groups of a segment's step; `own`: its entries."""
     found: list[str] = []
     of_step = {name: tensor for name, tensor in own.items() if tensor["codec"] == "step"}
     for leader, tensor in of_step.items():
@@ -87,7 +87,7 @@ def rounded_first(a: Array, b: Any, c: Array) -> Array:
 
 
 class Rule:
-    """5.5.1"""
+    """A rule (5.5.1)."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self.id = params.get("rule")
@@ -126,7 +126,7 @@ def largest(x: Array, v: Array) -> Array:
 
 
 def step(rule: Rule, old: Mapping[str, Array], gradient: Array) -> dict[str, Array]:
-    """The new slots."""
+    """Compute the new slots."""
     if rule.id == "skip/1":
         return dict(old)
     g = gradient
@@ -157,7 +157,7 @@ def adam(rule: Rule, old: Mapping[str, Array], g: Array) -> dict[str, Array]:
 
 
 def moved(rule: Rule, w: Array, new: Mapping[str, Array]) -> Array:
-    """w'"""
+    """Compute w'."""
     y = new["max_exp_avg_sq" if rule.amsgrad else "exp_avg_sq"]
     below = np.sqrt(y) / rule.root + rule.eps
     kept = w if rule.shrink == 1 else w * rule.shrink

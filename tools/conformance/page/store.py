@@ -1,4 +1,4 @@
-"""A whole store: every promised checkpoint, restored by the page."""
+"""A whole store: every promised checkpoint, restored by the page alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LostError(Exception):
 
 
 class State:
-    """What one way leads to. A tensor is decoded when it is asked for: damage that no tensor needs does not matter."""
+    """The state at the end of one way. Tensors are decoded on demand: damage that no tensor needs does not matter."""
 
     def __init__(self, trees: list[Any], tensors: dict[str, dict[str, Any]], files: dict[str, bytes], below: Any):
         self.trees, self.tensors, self.files, self.below = trees, tensors, files, below
@@ -66,7 +66,7 @@ class State:
         )
 
     def prove(self, state: str) -> None:
-        """5.1, 5.4, 4: what is compared of the checkpoint that is given away, and of none that it builds on."""
+        """5.1, 5.4, 4: the checks of the restored checkpoint; its bases are not checked."""
         if len(self.trees) != 1:
             raise LostError("not one tree")
         self.tree = self.trees[0]
@@ -134,7 +134,7 @@ class Store:
         }
 
     def restore(self, node: log.Node) -> State:
-        """By the first way that gives the state. 7.4: whatever makes one fail, the others are tried."""
+        """Restore by the first way that gives the state. 7.4: if one fails for any reason, the others are tried."""
         reason: Exception = LostError("no path")
         for way in self.ways(node):
             try:
@@ -146,7 +146,7 @@ class Store:
         raise reason
 
     def ways(self, node: log.Node) -> list[State]:
-        """Every way to a checkpoint whose segments say what the log says."""
+        """Every way to a checkpoint whose segments agree with the log."""
         if node not in self.ways_of:
             self.ways_of[node] = []  # a ring of encodings leads nowhere
             edges = [edge for edge in self.catalog.encodings.get(node, []) if self.leads(edge, {node})]
@@ -154,7 +154,7 @@ class Store:
         return self.ways_of[node]
 
     def leads(self, edge: dict[str, Any], seen: set[log.Node]) -> bool:
-        """7.4: whether an encoding leads from nothing to its checkpoint, as the catalog says."""
+        """7.4: whether an encoding leads from nothing to its checkpoint, according to the catalog."""
         if any(segment not in self.catalog.segments for segment in edge["segments"]):
             return False
         if len(set(edge["segments"])) < len(edge["segments"]):
@@ -167,7 +167,7 @@ class Store:
         return any(self.leads(below, seen | {base}) for below in self.catalog.encodings.get(base, []))
 
     def of_edge(self, node: log.Node, edge: dict[str, Any]) -> list[State]:
-        """5.4: of tensors that the tree of the base does not name its encodings may differ, so that each is tried."""
+        """5.4: the encodings may differ in tensors that the base's tree does not name, so each is tried."""
         try:
             trees, tensors, files = self.opened(node, edge)
         except (LostError, RefusedError):
@@ -214,7 +214,7 @@ class Store:
 
 
 def names_of(tree: Any) -> Iterator[str]:
-    """The tensors of a tree, each once: 3.1, a reader that hands the tree on."""
+    """The tensors of a tree, each once: 3.1, a reader that passes the tree on."""
     found: dict[str, None] = {}
     waiting = [tree]
     while waiting:
@@ -232,14 +232,14 @@ def names_of(tree: Any) -> Iterator[str]:
 
 
 def key_of(tensor: dict[str, Any], name: str) -> str:
-    """Section 5.1, shards: what an entry goes by, or the tensor `name` that is cut like it. No name has a surrogate."""
+    """5.1, shards: the key of an entry, or the tensor `name` that is cut like it. No name has a surrogate."""
     if tensor["offset"] is None:
         return name
     return f"{name}\ud800{json.dumps([tensor['offset'], tensor['shape'], tensor['global_shape']])}"
 
 
 def keyed(tensor: dict[str, Any], own: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Parameters that name tensors, by what those go by; `own`: the entries of the same segment."""
+    """Parameters that name tensors, by the tensors' keys; `own`: the entries of the same segment."""
     params = dict(tensor["params"])
     if tensor["codec"] == "derive":
         params["of"] = key_of(tensor, params["of"])
@@ -249,7 +249,7 @@ def keyed(tensor: dict[str, Any], own: dict[str, dict[str, Any]]) -> dict[str, A
 
 
 def parts_of(name: str, tensors: dict[str, dict[str, Any]]) -> list[str]:
-    """What is stored of a tensor, by offset."""
+    """The stored parts of a tensor, by offset."""
     found = sorted(
         (key for key, tensor in tensors.items() if tensor["name"] == name), key=lambda key: tensors[key]["offset"] or []
     )

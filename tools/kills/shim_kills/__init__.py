@@ -1,6 +1,6 @@
-"""SIGKILL of training scripts that use a `Checkpointer`, at random: they end in the bits of one that nobody killed.
+"""SIGKILL of training scripts that use a `Checkpointer`, at random: they end with the bits of an undisturbed run.
 
-``python -m tools.kills.shim_kills --help``. The script is `script`, a life `lives`, what is promised `sweeps`.
+``python -m tools.kills.shim_kills --help``. `script` has the script, `lives` runs it, `sweeps` checks the promises.
 """
 
 from tools.kills.shim_kills.digests import digest

@@ -1,4 +1,4 @@
-"""SIGKILL of a training script that uses a `Checkpointer`, at random: it ends in the bits of one that never was killed.
+"""SIGKILL of a training script that uses a `Checkpointer`, at random: it ends with the bits of an undisturbed run.
 
     python -m tools.kills.shim_kills --kills 100
     python -m tools.kills.shim_kills --kills 100 --agent
@@ -8,23 +8,23 @@
     python -m tools.kills.shim_kills --kills 100 --every-form --out kills.jsonl
     python -m tools.kills.shim_kills --tally kills.jsonl
 
-For each strategy, and for one process and two ranks of DDP (with ``--fsdp``: of FSDP2). A run goes on in a new process
-(or group) after each kill.
-Then:
+Runs each strategy, with one process and with two ranks of DDP (with ``--fsdp``: of FSDP2). After each kill the run
+continues in a new process (or group). Then:
 
-- every loss that was ever computed for a step is the one that the uninterrupted run had there;
-- a step that was acknowledged is never lost;
+- every loss that was ever computed for a step is the loss of the uninterrupted run at that step;
+- an acknowledged step is never lost;
 - the last state (weights, moments, schedule, scaler, buffers, generators, loader) is the uninterrupted run's, bit for
-  bit, and that one saved fulls, whatever the strategy of those that are killed.
+  bit. The uninterrupted run saves fulls, whatever the strategy of the killed runs.
 
-With ``--agent`` an agent saves, for one process, and the trainer, the agent or both are killed. When the trainer alone
-is, the next life goes on from the agent's memory: at most the step in flight is lost. When the agent alone is, training
-goes on in the same life. With ``replica``, which needs an agent, that memory is what the agent has made of gradients.
-With ``--ranks 2`` or ``--fsdp`` each rank has an agent: what all of them were given is in the store when the ranks are
-killed; when an agent is, the ranks are told, and end. ``replica`` is not for shards.
+With ``--agent`` an agent saves, for one process, and the trainer, the agent or both are killed. When only the trainer
+is killed, the next life continues from the agent's memory: at most the step in flight is lost. When only the agent is
+killed, training continues in the same life. ``replica`` needs an agent, and that memory is then the state that the
+agent computed from gradients. With ``--ranks 2`` or ``--fsdp`` each rank has an agent: steps that all agents received
+are in the store when the ranks are killed; when an agent is killed, the ranks get an error and end. ``replica`` does
+not support shards.
 
-The forms take turns, some kills at a time. With ``--out`` what came of each turn is a line of JSON there; the same
-command again goes on with the turns that are missing. ``--broken`` takes a checkpointer that is wrong on purpose.
+The forms take turns, some kills at a time. With ``--out`` the result of each turn is a line of JSON there; the same
+command again continues with the missing turns. ``--broken`` takes a checkpointer that is wrong on purpose.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from tools.warm import Warm
 __all__ = ["main"]
 
 _STRATEGIES: Final = ("full", "delta", "gradient")
-_NOTHING: Final = "every kill came before the first durable step: nothing is shown"
+_NOTHING: Final = "every kill came before the first durable step: the run proves nothing"
 
 
 @dataclass(slots=True)
 class Campaign:
-    """What is done, turn by turn.
+    """The turns of a campaign and their results.
 
     Attributes:
-        seed: of everything that is drawn.
-        records: what came of each turn.
-        out: where they are noted.
+        seed: of all random choices.
+        records: the result of each turn.
+        out: the file of the results.
     """
 
     seed: int
@@ -67,12 +67,12 @@ class Campaign:
     out: Path | None = None
 
     def done(self, job: Job, turn: int) -> bool:
-        """Whether it is there, or something was broken in that form."""
+        """Whether the turn's result is there, or a promise was broken in that form."""
         mine = [one for one in self.records if one["form"] == str(job) and one["seed"] == self.seed]
         return any(one["turn"] == turn or one["violation"] for one in mine)
 
     def note(self, job: Job, turn: int, tally: Tally, violation: str | None) -> None:
-        """Add what came of a turn."""
+        """Add the result of a turn."""
         words = {"form": str(job), "seed": self.seed, "turn": turn, **tally.form(), "violation": violation}
         self.records.append(words)
         if self.out is not None:
@@ -98,7 +98,7 @@ class Campaign:
 
 
 def told(form: dict[str, Any]) -> str:
-    """What came of a form, in a line."""
+    """The results of a form, in a line."""
     victims = ", ".join(f"{victim} {count}" for victim, count in form["kills"].items())
     kept = f", {form['kept']} from the agent's memory" if form["kept"] else ""
     lives = f"{form['lives']} lives, {form['resumed']} resumed{kept}"
@@ -113,7 +113,7 @@ def turns(jobs: Sequence[Job], kills: int, most: int) -> Iterator[tuple[Job, int
 
 
 def forms(options: argparse.Namespace) -> list[Job]:
-    """What is asked for."""
+    """The forms that the options select."""
     plain = options.strategy or _STRATEGIES
     agents = options.strategy or (*_STRATEGIES, "replica")
     if options.every_form:
@@ -147,29 +147,31 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="default: that of --out, or the time")
     parser.add_argument("--turn", type=int, default=10, metavar="KILLS", help="at a time of each form")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="note every turn there, and go on after those that are"
+        "--out", type=Path, metavar="FILE", help="note every turn in this file, and continue after the turns in it"
     )
-    parser.add_argument("--tally", type=Path, metavar="FILE", help="say what is in such a file, and kill nothing")
-    parser.add_argument("--broken", choices=sorted(BROKEN), help="a checkpointer that is wrong: this has to fail")
-    parser.add_argument("--cold", action="store_true", help="an interpreter for each life, that imports everything")
+    parser.add_argument("--tally", type=Path, metavar="FILE", help="print the results in such a file, and kill nothing")
+    parser.add_argument(
+        "--broken", choices=sorted(BROKEN), help="a checkpointer that is wrong on purpose: this must fail"
+    )
+    parser.add_argument("--cold", action="store_true", help="start a cold interpreter for each life")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON")
     options = parser.parse_args(arguments)
     if "replica" in (options.strategy or ()) and not (options.agent or options.every_form):
-        parser.error("replica: an agent keeps the replica: --agent")
+        parser.error("replica needs an agent: add --agent")
     if "replica" in (options.strategy or ()) and options.fsdp:
-        parser.error("replica: not of shards: leave --fsdp out")
+        parser.error("replica does not support shards: omit --fsdp")
     return options
 
 
 def opened(file: Path | None, seed: int | None) -> Campaign:
-    """One that goes on with what is in a file."""
+    """A campaign that continues with the results in a file."""
     records = [json.loads(line) for line in file.read_text().splitlines()] if file is not None and file.exists() else []
     noted = records[-1]["seed"] if records else int(time.time())
     return Campaign(noted if seed is None else seed, records, file)
 
 
 def kill(campaign: Campaign, options: argparse.Namespace, start: Start) -> None:
-    """All turns that are missing."""
+    """Run all missing turns."""
     say = sys.stderr if options.json else sys.stdout
     print(f"seed {campaign.seed}", file=say, flush=True)
     evidence = None if campaign.out is None else campaign.out.with_suffix(".evidence")
@@ -190,7 +192,7 @@ def kill(campaign: Campaign, options: argparse.Namespace, start: Start) -> None:
 
 @contextlib.contextmanager
 def starting(options: argparse.Namespace) -> Iterator[Start]:
-    """What starts scripts; SIGTERM ends them as well."""
+    """The function that starts scripts; SIGTERM ends them as well."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if options.cold:
@@ -203,7 +205,7 @@ def starting(options: argparse.Namespace) -> Iterator[Start]:
 
 
 def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
-    """Exit status: 0, or 1 with what was broken. `start`: what starts scripts; a new nursery, if it is None."""
+    """Run the command -> exit status: 0, or 1 if a promise was broken. `start`: starts scripts; None: a new nursery."""
     options = parsed(arguments)
     campaign = opened(options.tally or options.out, options.seed)
     if options.tally is None:

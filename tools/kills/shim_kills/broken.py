@@ -1,4 +1,4 @@
-"""Checkpointers that are wrong on purpose: what a harness that finds nothing would have to find."""
+"""Checkpointers that are wrong on purpose: a working harness must find each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["BROKEN"]
 
 
 def _forgets_generators() -> None:
-    """A restore that leaves numpy's generator as it was."""
+    """A restore that leaves numpy's generator unchanged."""
     from ckptstore.training import rng
 
     real = rng.restored
@@ -25,7 +25,7 @@ def _forgets_generators() -> None:
 
 
 def _loses_a_bit() -> None:
-    """A restore in which the lowest bit of one number of one moment is another."""
+    """A restore that flips the lowest bit of one number of one moment."""
     import torch
 
     real = torch.optim.Optimizer.load_state_dict
@@ -39,7 +39,7 @@ def _loses_a_bit() -> None:
 
 
 def _acknowledges_too_early() -> None:
-    """A save that is said to be durable while it is under way."""
+    """A save that is reported as durable while it is in flight."""
     import ckptstore
 
     ckptstore.PendingSave.when_done = lambda _pending, call: call(True)  # type: ignore[method-assign]
@@ -50,4 +50,4 @@ BROKEN: Final[dict[str, Callable[[], None]]] = {
     "moments": _loses_a_bit,
     "acknowledgements": _acknowledges_too_early,
 }
-"""What each breaks, in the process that calls it."""
+"""Name -> the function that breaks the Checkpointer in the calling process."""

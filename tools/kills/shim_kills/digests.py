@@ -1,4 +1,4 @@
-"""Every bit of what a training script has, as one text."""
+"""The digest of everything that a training script has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["digest"]
 
 
 def digest(value: Any) -> str:
-    """Of every bit of a nested value."""
+    """The digest of every bit of a nested value."""
     found = hashlib.sha256()
 
     def add(one: Any) -> None:

@@ -1,4 +1,4 @@
-"""One life of the script: a process, or a group of ranks, what it tells, and its death."""
+"""One life of the script: a process or a group of ranks, its reports, and its death."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["AGENT", "ALL", "Doom", "Job", "Life", "Start", "Violation", "agent_o
 
 ALL: Final = -1
 AGENT: Final = 1
-"""As a victim, where an agent saves: one process has no rank 1."""
+"""The agent as a victim: with an agent there is one process, and so no rank 1."""
 _AGENTS: Final = -2
 _BUSY: Final = "EADDRINUSE"
 
@@ -32,24 +32,24 @@ _ROOT: Final = Path(__file__).resolve().parents[3]
 
 
 def cold(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
-    """Start an interpreter, which imports everything."""
+    """Start a cold interpreter, which imports everything."""
     return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, **how)
 
 
-class Violation(Exception):  # noqa: N818  # not of the project: of its promises
+class Violation(Exception):  # noqa: N818  # no error of the project: a broken promise
     """A promise that was broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is run.
+    """The script's configuration.
 
     Attributes:
         strategy: how it saves.
         ranks: how many processes: one, or of DDP, or of FSDP2.
         by_agent: an agent saves.
-        sharded: FSDP2, in shards that are not of one size.
-        broken: what is wrong with the checkpointer on purpose; see `broken`.
+        sharded: FSDP2, in shards of different sizes.
+        broken: how the checkpointer is wrong on purpose; see `broken`.
     """
 
     strategy: str
@@ -63,7 +63,7 @@ class Job:
         return f"{self.strategy}, {self.ranks} rank{'s' if self.ranks > 1 else ''}{how}"
 
     def command(self, store: Path, rank: int, port: int) -> list[str]:
-        """Of one rank."""
+        """The command line of one rank."""
         words = [sys.executable, "-W", "ignore", "-m", "tools.kills.shim_kills.script", "--store", str(store)]
         words += ["--strategy", self.strategy, "--ranks", str(self.ranks), "--rank", str(rank), "--port", str(port)]
         words += ["--agent"] * self.by_agent + ["--sharded"] * self.sharded
@@ -72,13 +72,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Doom:
-    """Who is killed, and when.
+    """Which process is killed, and when.
 
     Attributes:
-        losses: after how many of rank 0.
-        seconds: and so much later.
-        victim: a rank, whom the others follow soon, as under a scheduler, or `ALL`. With an agent: 0 the trainer,
-            `AGENT`, or `ALL`: both. Of ranks with agents also one of those, `agent_of`.
+        losses: after how many losses of rank 0.
+        seconds: and how many seconds later.
+        victim: a rank, which the others follow soon, as under a scheduler, or `ALL`. With an agent: 0 the trainer,
+            `AGENT`, or `ALL`: both. With ranks that have agents also one of those, `agent_of`.
     """
 
     losses: int
@@ -86,7 +86,7 @@ class Doom:
     victim: int
 
     def named(self, job: Job) -> str:
-        """The victim."""
+        """The victim's name."""
         if job.by_agent and job.ranks == 1:
             return {ALL: "both", AGENT: "agent"}.get(self.victim, "trainer")
         if self.victim <= _AGENTS:
@@ -95,25 +95,25 @@ class Doom:
 
 
 def agent_of(rank: int) -> int:
-    """The agent of a rank of several, as a victim."""
+    """The agent of one of several ranks, as a victim."""
     return _AGENTS - rank
 
 
 @dataclass(slots=True)
 class Life:
-    """What one process, or group, has told.
+    """The reports of one process, or group.
 
     Attributes:
         losses: by step and rank, as hexadecimal text.
-        acknowledged: the highest step that was told to be durable.
-        resumed: where it began.
+        acknowledged: the highest step that was reported as durable.
+        resumed: the step where it began.
         digests: of the last state, by rank.
-        errors: what a rank died of that was not killed.
-        agents: the processes that saved, one after the other; of ranks those of rank 0.
+        errors: the errors of ranks that died without a kill.
+        agents: the processes that saved, one after the other; with ranks those of rank 0.
         saving: the process that saves now, by rank.
-        given: the highest step that the writer had taken.
+        given: the highest step that the writer had accepted.
         struck: whether a process of the script was killed.
-        killed: whether it was, or its agent.
+        killed: whether a process of the script, or its agent, was killed.
     """
 
     losses: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Life:
     killed: bool = False
 
     def note(self, rank: int, line: str) -> None:
-        """A line that a rank told."""
+        """Note a line of a rank's output."""
         what, _, rest = line.partition(" ")
         if what == "loss":
             step, _, loss = rest.partition(" ")
@@ -155,15 +155,15 @@ class Life:
 
 
 def live(start: Start, folder: Path, job: Job, doom: Doom | None) -> Life:
-    """One life, whose store and diagnostics are in `folder`. Raises `Violation`: it does not end."""
+    """Run one life, whose store and diagnostics are in `folder`. Raises `Violation`: it does not end."""
     while True:
         life = _Living(start, folder, job, doom).lived()
-        if not any(_BUSY in one for one in life.errors):  # somebody else was quicker to take the port
+        if not any(_BUSY in one for one in life.errors):  # another process took the port first
             return life
 
 
 class _Living:
-    """A life while it lasts."""
+    """A running life."""
 
     def __init__(self, start: Start, folder: Path, job: Job, doom: Doom | None) -> None:
         self._job, self._doom = job, doom
@@ -181,7 +181,7 @@ class _Living:
                 self._scripts.append(start(command, **how))
 
     def lived(self) -> Life:
-        """Hear what it tells until its end, and kill whom it is to lose."""
+        """Read the script's output to its end, and kill its victim."""
         texts = dict.fromkeys(range(len(self._scripts)), "")
         pipes = {script.stdout.fileno(): rank for rank, script in enumerate(self._scripts) if script.stdout}
         until = time.monotonic() + LONGEST
@@ -212,14 +212,14 @@ class _Living:
         if (by_agent and doom.victim != 0 and not life.agents) or (
             doom.victim <= _AGENTS and _AGENTS - doom.victim not in life.saving
         ):
-            return  # nobody knows whom to kill
+            return  # the victim's process is not known yet
         now = time.monotonic()
         if self._strike is None and life.reached >= doom.losses:
             self._strike = now + doom.seconds
         if self._strike is None or now < self._strike:
             return
         self._over, self._strike = True, None
-        if doom.victim <= _AGENTS:  # the trainers are told, and end by themselves
+        if doom.victim <= _AGENTS:  # the trainers get an error, and end
             life.struck = life.killed = kill_agent(life.saving[_AGENTS - doom.victim])
             return
         if not by_agent or doom.victim != AGENT:
@@ -237,7 +237,7 @@ class _Living:
             script.kill()
 
     def _hangs(self) -> None:
-        """Have every rank say where it is. Raises `Violation`."""
+        """Make every rank print its stack. Raises `Violation`."""
         for script in self._scripts:
             script.send_signal(signal.SIGUSR2)
         time.sleep(1.0)
@@ -248,9 +248,9 @@ class _Living:
         for rank, script in enumerate(self._scripts):
             if not self._life.struck and sys.exc_info()[0] is None:
                 try:
-                    script.wait(LONGEST / 5)  # it has closed its standard output, and ends by itself
+                    script.wait(LONGEST / 5)  # it has closed its standard output, and is about to end
                 except subprocess.TimeoutExpired:
-                    self._life.errors.append(f"rank {rank} has told all, and does not end")
+                    self._life.errors.append(f"rank {rank} has finished its output, and does not end")
             script.kill()
             status = script.wait()
             self._life.killed |= self._life.struck and status == -signal.SIGKILL
@@ -262,7 +262,7 @@ class _Living:
 
 
 def kill_agent(pid: int) -> bool:
-    """SIGKILL of an agent -> whether it lived. A process that has taken its number since is left alone."""
+    """SIGKILL of an agent -> whether it was alive. A process that has reused its pid is left alone."""
     with contextlib.suppress(OSError):
         if pid > 1 and b"ckptstore.agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""The script of a training run, with every part that it may have: one process, or one rank of several.
+"""The script of a training run with every supported part: one process, or one rank of several.
 
-It says what happens, a line each, on standard output: ``resumed STEP``, ``agent PID``, ``loss STEP BITS``, ``given
-STEP`` (the writer has taken it), ``durable STEP``, ``end DIGEST``.
+It reports its progress on standard output, one line each: ``resumed STEP``, ``agent PID``, ``loss STEP BITS``, ``given
+STEP`` (the writer has accepted it), ``durable STEP``, ``end DIGEST``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["LONGEST", "STEPS"]
 
 STEPS: Final = 24
 LONGEST: Final = 300
-"""Seconds of a life, at most: many, because the machine may be busy with other things."""
+"""Timeout of a life in seconds: long, because the machine may be busy."""
 _RANK_TIMEOUT: Final = 60.0
 _LINGER: Final = 120.0
 
 
 def tell(line: str) -> None:
-    """One line to whoever started this, at once."""
+    """Print one line and flush it."""
     os.write(1, f"{line}\n".encode())
 
 
@@ -96,7 +96,7 @@ def train(asked: argparse.Namespace) -> None:
 
 
 def models(asked: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """(the model, the same as it is called, its moving average); with ranks, in their group."""
+    """(the model, the wrapped model that is called, its moving average); with ranks, in their group."""
     import torch
 
     hidden = 97 if asked.sharded else 96
@@ -140,8 +140,8 @@ def main() -> None:
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--broken", choices=sorted(BROKEN), help="a checkpointer that is wrong")
     asked = parser.parse_args()
-    signal.alarm(LONGEST + 20)  # whatever becomes of the harness
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # where it hangs
+    signal.alarm(LONGEST + 20)  # even if the harness dies
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # print the stacks of a hanging process
     warnings.simplefilter("ignore")
     if asked.broken is not None:
         BROKEN[asked.broken]()

@@ -1,4 +1,4 @@
-"""What is promised to a script that is killed again and again, and what came of it."""
+"""Checks the promises to a script that is killed again and again."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tools.kills.shim_kills.script import STEPS
 __all__ = ["Sweeper", "Tally"]
 
 _SOON: Final = (0.01, 0.1)
-"""Seconds after a loss within which is killed: amid a step and its save, or some steps later."""
+"""Delays of a kill after a loss in seconds: during a step and its save, or some steps later."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of a sweep.
+    """Counts of a sweep.
 
     Attributes:
         kills: by victim.
         lives: how many there were.
-        resumed: those that began beyond step 0.
-        kept: those that went on with the agent whose trainer was killed.
-        ends: runs that came to their end, in the bits of the uninterrupted one.
-        seconds: it took.
+        resumed: lives that began beyond step 0.
+        kept: lives that continued with the agent of a killed trainer.
+        ends: runs that ended with the bits of the uninterrupted run.
+        seconds: the duration.
     """
 
     kills: Counter[str] = field(default_factory=Counter)
@@ -45,16 +45,16 @@ class Tally:
     seconds: float = 0.0
 
     def form(self) -> dict[str, Any]:
-        """As JSON."""
+        """The counts as JSON."""
         return asdict(self) | {"kills": dict(sorted(self.kills.items())), "seconds": round(self.seconds, 1)}
 
 
 class Sweeper:
-    """Runs that are killed, and what they are compared with.
+    """Kills runs, and compares them with the uninterrupted run.
 
     Args:
         start: starts a script.
-        evidence: where what broke a promise is kept; None: nowhere.
+        evidence: the folder for the files of a broken promise; None: they are deleted.
     """
 
     def __init__(self, start: Start, evidence: Path | None = None) -> None:
@@ -63,10 +63,10 @@ class Sweeper:
         self._references: dict[tuple[int, bool], Life] = {}
 
     def sweep(self, kills: int, job: Job, seed: str, tally: Tally) -> None:
-        """Kill a run so often, and others after it; `tally` counts.
+        """Kill a run `kills` times, and further runs; `tally` counts.
 
         Raises:
-            Violation: a promise is broken; its last words are where the evidence is.
+            Violation: a promise is broken; its last words name the folder of the evidence.
         """
         reference = self._reference(job)
         draw = random.Random(f"{seed} {job}")
@@ -84,7 +84,7 @@ class Sweeper:
                 shutil.rmtree(run.folder)
 
     def _reference(self, job: Job) -> Life:
-        """The uninterrupted run: of fulls, without an agent, whatever the strategy. The bits are to be the same."""
+        """The uninterrupted run: it saves fulls without an agent, whatever the strategy. The bits must be the same."""
         key = job.ranks, job.sharded
         if key not in self._references:
             with _folder() as folder:
@@ -109,8 +109,8 @@ class _Run:
     """One run, from nothing to its end, over as many lives as it takes.
 
     Attributes:
-        folder: its store is in it.
-        story: what each life was to die of, and what it told.
+        folder: contains its store.
+        story: the planned death and the reports of each life.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class _Run:
         self._widowed = False
 
     def through(self, kills: int) -> None:
-        """Live on until the end; once so many were killed nobody is any more. Raises `Violation`."""
+        """Run lives until the end; after the given number of kills nothing is killed any more. Raises `Violation`."""
         while True:
             doom = self._doom() if self._tally.kills.total() < kills else None
             life = live(self._start, self.folder, self.job, doom)
@@ -147,7 +147,7 @@ class _Run:
                 return
 
     def close(self) -> None:
-        """End the agents that a run that was given up has left."""
+        """End the agents of an aborted run."""
         for pid in self._agents:
             kill_agent(pid)
 
@@ -163,21 +163,21 @@ class _Run:
         return Doom(self._draw.randrange(STEPS // 2), self._draw.random() * self._draw.choice(_SOON), victim)
 
     def _judge(self, life: Life) -> None:
-        """Compare a life with what was promised to those before. Raises `Violation`."""
+        """Compare a life with the acknowledgements to earlier lives. Raises `Violation`."""
         if life.resumed is not None:
             self._tally.resumed += life.resumed > 0
             if life.resumed < self._acknowledged:
                 words = f"step {self._acknowledged} was acknowledged, and the run resumed at {life.resumed}"
                 raise Violation(f"{self._about()}: {words}")
-            if life.resumed < self._given - self.job.ranks:  # messages may be on their way, and a rank a step behind
+            if life.resumed < self._given - self.job.ranks:  # messages may be in flight, and a rank a step behind
                 words = f"step {self._given} was given to the agent, and the run resumed at {life.resumed}"
                 raise Violation(f"{self._about()}: {words}")
             self._tally.kept += self._widowed and life.agents[:1] == [self._agent]
         for key, loss in life.losses.items():
             if loss != self._reference.losses[key]:
                 raise Violation(f"{self._about()}: the loss of step {key[0]} on rank {key[1]} is another")
-        if life.errors and not life.struck:  # ranks whose peer is gone complain, until they are killed as well
-            raise Violation(f"{self._about()}: it ended by itself: {life.errors}")
+        if life.errors and not life.struck:  # ranks whose peer is dead report errors until they are killed as well
+            raise Violation(f"{self._about()}: it ended without a kill: {life.errors}")
 
     def _about(self) -> str:
         return f"{self.job}, after {self._tally.kills.total()} kills"
@@ -189,7 +189,7 @@ def _listed(life: Life) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder that is gone afterwards; agents are found by it, too."""
+    """A folder that is deleted afterwards; its agents are found by its path."""
     with tempfile.TemporaryDirectory(prefix="shim-kills-", ignore_cleanup_errors=True) as name:
         before = os.environ.get("CKPTSTORE_RUNTIME_DIR")
         os.environ["CKPTSTORE_RUNTIME_DIR"] = f"{name}/runtime"
