@@ -116,16 +116,25 @@ class FullSaves(SavePath):
 
         if job.start():
             self._store(committer, job, stage, store)
-            self._commit.submit(self._tend)  # no save waits for it
 
     def _in_turn(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the committer's thread -> its result."""
         return self._commit.submit(in_scope(current_scope(), work)).result()
 
     def _end_of(self, space: SaveSpace) -> None:
-        """End the space of a save. Its upkeep, submitted before, retires its checkpoint if a newer save was faster."""
+        """Submit upkeep of the log after a save, then end its space. No save waits for it.
+
+        The upkeep retires the save's checkpoint if a newer save was faster, which frees space.
+        """
+
+        def upkeep() -> None:
+            try:
+                self._tend()
+            finally:
+                space.end()
+
         try:
-            self._commit.submit(space.end)
+            self._commit.submit(upkeep)
         except RuntimeError:  # closed meanwhile
             space.end()
 

@@ -310,7 +310,9 @@ def plan_fed(
     """Plan how to compress `flat` against the previous step, from samples of it; arguments as for `encode_step`."""
     joined = list(join(fitting_updates(updates, flat, base), flat, base))
     rules = choose_rules(joined, step_choices, workers)
-    fits = list(workers.pool.map(lambda one, rule: will_fit(one, rule, step_choices), joined, rules))
+    asked = (partial(will_fit, one, rule, step_choices) for one, rule in zip(joined, rules, strict=True))
+    with closing(workers.in_order(asked)) as answers:
+        fits = list(answers)
     unfit = (one.excess(None) for one, fit in zip(joined, fits, strict=True) if not fit)
     moved = [(one, rule) for one, rule, fit in zip(joined, rules, fits, strict=True) if fit]
     names = {name for one, _ in moved for update in one.updates for name in update.slots}

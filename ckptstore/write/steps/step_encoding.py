@@ -23,7 +23,7 @@ from ckptstore.formats.segment_files.step_codec import STEP, StepGroup, follower
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.threads import Workers, cancel_and_wait
+from ckptstore.host.threads import Workers
 from ckptstore.write.capture.bounded_capture import Piece, Unit
 from ckptstore.write.delta_encoding import (
     Base,
@@ -75,22 +75,25 @@ Rules: TypeAlias = tuple[optim.Encoding, optim.Rule]
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """A compressed tensor, which owns the memory of its payloads."""
+    """A compressed tensor, which owns the memory of its payloads.
+
+    Attributes:
+        stored: the bytes of its payloads.
+    """
 
     spec: TensorSpec
     codec: str
     params: Mapping[str, Any]
     chunks: tuple[EncodedChunk, ...]
+    stored: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stored", sum(len(chunk.payload) for chunk in self.chunks))
 
     @property
     def hash(self) -> str:
         """See `TensorEntry.hash`."""
         return checksums.tensor_hash([chunk.decoded_hash for chunk in self.chunks])
-
-    @property
-    def stored(self) -> int:
-        """The bytes of its payloads."""
-        return sum(len(chunk.payload) for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ class EncodedStep:
         nbytes: logical bytes.
         lossy: whether it differs from the state of training.
         excess: parameters that changed in another way than their updates say.
+        stored: bytes of all payloads.
     """
 
     step: int
@@ -116,6 +120,10 @@ class EncodedStep:
     nbytes: int
     lossy: bool = False
     excess: tuple[Excess, ...] = ()
+    stored: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stored", sum(tensor.stored for unit in self.units for tensor in unit))
 
     @classmethod
     def of(
@@ -137,11 +145,6 @@ class EncodedStep:
     def tensors(self) -> int:
         """The number of tensors in the state."""
         return sum(len(unit) for unit in self.units)
-
-    @property
-    def stored(self) -> int:
-        """Bytes of all payloads."""
-        return sum(tensor.stored for unit in self.units for tensor in unit)
 
 
 @dataclass(slots=True)
@@ -430,11 +433,8 @@ def _code_joined(
 
 def choose_rules(joined: Sequence[Joined], choices: StepChoices, workers: Workers) -> list[Rules]:
     """Choose how each of `joined` is compressed."""
-    futures = [workers.pool.submit(_choose_rule, one, choices) for one in joined]
-    try:
-        return [future.result() for future in futures]
-    finally:
-        cancel_and_wait(futures)
+    with closing(workers.in_order(partial(_choose_rule, one, choices) for one in joined)) as rules:
+        return list(rules)
 
 
 def _choose_rule(one: Joined, choices: StepChoices) -> Rules:
