@@ -81,7 +81,7 @@ def _say_refused(status: int) -> None:
 
 
 def _unregister(address: int, device: torch.device, process: int) -> None:
-    if os.getpid() != process:
+    if os.getpid() != process or not uses_devices():
         return
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
