@@ -7,7 +7,7 @@ SIZE ?= 500MB
 ROUNDS ?= 5
 COUNT ?= 10000
 
-.PHONY: docs hooks matrix demo test test-rest test-long test-moto check lint types layers golden frozen conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
+.PHONY: docs pages hooks matrix demo test test-rest test-long test-moto check lint types layers golden frozen conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -22,6 +22,11 @@ COUNT ?= 10000
 
 docs: .venv/.docs-ready  ## the site in build/site and the man pages in build/man; links are checked, warnings are errors
 	$(BIN)/python -m tools.site
+
+pages: .venv/.ready  ## the pages of docs/ that are generated from the code; tests compare them
+	$(BIN)/python -m tools.site.options docs/cli-options.md
+	$(BIN)/python -m tools.structure --modules docs/modules.md
+	$(BIN)/python -m tools.crash.points docs/crash-points.md
 
 .venv/.docs-ready: .venv/.ready
 	$(PIP) install -c constraints.txt -e '.[docs]'

@@ -2,7 +2,8 @@
 
 Python blocks: of the pages in `ELSEWHERE` another test runs them, blocks with ``>>>`` run as doctests, and any other
 runs as a script in a process of its own, after what `BEFORE` puts in front of it. Console blocks: every ``$ ckpt`` line
-of every page is parsed by the command itself, and those of cli.md run. A page that is new is found by itself.
+of every page is parsed by the command itself, and those of cli.md and cli-options.md run. A page that is new is found
+by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ ELSEWHERE = {
     "agent.md": "tests/agent/test_agent_docs.py",
     "following.md": "tests/following/test_docs.py",
     "checkpointer.md": "tests/training/test_checkpointer_docs.py",
-    "layerwise.md": "tests/training/test_layerwise_docs.py",
     "operations.md": "tests/cli/test_operations_docs.py",
     "retention.md": "tests/maintenance/test_retention_docs.py",
 }
@@ -47,6 +47,7 @@ NOT_RUN = {
     ("object-stores.md", 1): "a host of somebody's; tests/backends/test_fsspec_files.py opens such file systems",
     ("tiers.md", 0): "a bucket of somebody's; tests/tiers/test_tiers.py has such stores on a server here",
     ("tuning.md", 1): "tests/tuning/test_interval_controller.py runs it, and looks at what it prints",
+    ("writer.md", 2): "tests/training/test_layerwise_docs.py runs it, and looks at what it prints",
     ("persistent-memory.md", 0): "a mounted /mnt/pmem0; tests/backends/test_pmem.py opens such URLs in folders",
 }
 """(page, number of the block) -> why it is not run."""
@@ -88,7 +89,7 @@ BEFORE = {
         0,
     ): "import os; os.environ |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=A_PORT, RANK='0', WORLD_SIZE='1')",
     ("ranks.md", 1): FOUR_RANKS,
-    ("reading-shards.md", 0): TRAINING
+    ("ranks.md", 2): TRAINING
     + """
 import numpy
 class dist:
@@ -98,9 +99,9 @@ optimizer = torch.optim.AdamW(model.parameters())
 with ckptstore.open("runs/a").writer() as writer:
     writer.save(state(), 1)
 """,
-    ("steps.md", 0): TRAINING,
     ("tuning.md", 0): "seconds, nbytes = 2000.0, 8_700_000_000",
     ("writer.md", 0): TRAINING + "state = state()",
+    ("writer.md", 1): TRAINING,
 }
 """(page, number of the block) -> what the page takes for granted there."""
 
@@ -220,7 +221,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved("999@1", [1000, 1010, 1020])
     saved("7@1", [8, 1000, 2000])
     store.keep("last:3", "best:loss:2", take_over=True)
-    for name in ("lr1", "lr2"):
+    for name in ("lr1", "lr2", "a", "b", "gpt-again"):
         shutil.copytree(root / "runs/gpt", root / "runs" / name)
     for step in (500, 1000, 1500):
         folder = root / f"checkpoint-{step}"
@@ -240,7 +241,6 @@ def expanded(word: str) -> list[str]:
 
 
 NOT_RUN_LINES = {
-    "merge runs/gpt 1000@1..latest --keep-steps --take-over": "its range is on no line of this store; test_merge.py",
     "tune interval": "saves for seconds; tests/cli/test_tune_interval.py runs it",
     "follow runs/gpt": "goes on until Ctrl-C, or runs a command; tests/cli/test_follow.py runs it",
     "compact runs/long": "a long run; tests/maintenance/test_retention_docs.py runs it",
@@ -253,14 +253,22 @@ NOT_RUN_LINES = {
     "doctor": "measures for seconds; tests/doctor",
     "analyze runs/gpt": "a report takes seconds; tests/analysis/test_analysis_report.py",
     "merge": "needs a run that writes, or step diffs; tests/cli/test_merge.py",
+    "ls /data/checkpoints": "a folder of somebody's; tests/cli/test_ls.py",
+    "--tensor model.wte.weight": "no tensor of this store; tests/cli/test_inspect.py",
+    "repair runs/mixed": "two runs in one folder; tests/cli/test_copy_and_repair.py",
+    "tag - best": "needs CKPT_STORE; tests/cli/test_default_store.py",
+    "compact runs/gpt": "a run that writes is asked; tests/maintenance/test_retention_docs.py compacts",
+    "analyze checkpoints/": "a folder of somebody's; tests/cli/test_analyze.py",
+    "analyze run/*.pt": "names that are not here; tests/cli/test_analyze.py",
 }
-"""How lines of cli.md begin, or what they contain -> why they are not run."""
+"""How lines of cli.md and cli-options.md begin, or what they contain -> why they are not run."""
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_reference_run(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = 0
-    for number, line in enumerate(lines("cli.md")):
+    shown = lines("cli.md") + lines("cli-options.md")
+    for number, line in enumerate(shown):
         if any(one in line for one in NOT_RUN_LINES):
             continue
         here = tmp_path / str(number)
@@ -273,8 +281,8 @@ def test_the_commands_of_the_reference_run(world: Path, tmp_path: Path, monkeypa
         result = CliRunner().invoke(cli, words, prog_name="ckpt")
         assert result.exit_code == 0, (line, result.output, result.exception)
         ran += 1
-    assert ran >= 25
-    text = "\n".join(lines("cli.md"))
+    assert ran >= 60
+    text = "\n".join(shown)
     assert [one for one in NOT_RUN_LINES if one not in text and one not in ("s3://",)] == []
 
 

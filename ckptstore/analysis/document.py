@@ -1,4 +1,4 @@
-"""Write an analysis as one JSON document (``docs/analyze.md`` shows its shape), and as rows of CSV."""
+"""Write an analysis as one JSON document (``docs/json.md`` shows its shape), and as rows of CSV."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NOT_ANSWERED = RequestError.exit_code
     examples=[
         "ckpt compact runs/gpt --dry-run                          # what would be rewritten, and what that frees",
         "ckpt compact runs/gpt --max-depth 20                     # a training run is writing: it is asked",
-        "ckpt compact runs/gpt --max-restore-seconds 30 --take-over --gc",
+        "ckpt compact runs/gpt --max-restore-seconds 30s --take-over --gc",
         "ckpt compact runs/gpt --only 1000..2000                  # the fulls of a range as deltas; all are kept",
     ],
 )

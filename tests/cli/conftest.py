@@ -20,6 +20,7 @@ from ckptstore.cli.main import cli
 from ckptstore.cli.output import SCHEMA
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+JSON = DOCS.with_name("json.md")
 FREE_FORM = {
     "exponents",
     "tree",
@@ -93,8 +94,8 @@ def run(pristine: Path, tmp_path: Path) -> Path:
 
 
 def documented(command: str) -> list[Any]:
-    """The JSON documents that docs/cli.md shows for a command, in order."""
-    section = DOCS.read_text().split(f"\n## {command}\n")[1].split("\n## ")[0]
+    """The JSON documents that docs/json.md shows below a heading, in order."""
+    section = JSON.read_text().split(f"\n## {command}\n")[1].split("\n## ")[0]
     return [json.loads(block) for block in re.findall(r"```json\n(.*?)```", section, re.S)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import sys
 from pathlib import Path
@@ -16,10 +15,9 @@ from safetensors.numpy import save_file
 import ckptstore
 from ckptstore.analysis import Options, analyze, write_csv, write_report
 from ckptstore.errors import UsageError
-from tests.cli.conftest import Run, assert_documented
+from tests.cli.conftest import Run, assert_documented, documented
 from tests.cli.terminal import on_a_terminal
 
-DOCS = Path(__file__).parents[2] / "docs" / "analyze.md"
 QUICK = ("--codecs", "planes,xor,sub")
 
 
@@ -63,7 +61,7 @@ def test_text(ckpt: Run, series: list[Path]) -> None:
 
 def test_json_is_as_documented(ckpt: Run, series: list[Path]) -> None:
     found = ckpt("analyze", *series, *QUICK, "--json").json
-    (shown,) = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.S))
+    (shown,) = documented("ckpt analyze")
     params = [row.pop("params") for row in found["steps"]]
     shown["steps"][0].pop("params")
     assert_documented(found, shown)

@@ -111,7 +111,7 @@ def test_every_error_is_one_line_and_its_exit_code(
 
 
 def test_the_error_document_is_the_documented_one(ckpt: Run, pristine: Path) -> None:
-    (shown,) = documented("What all commands share")
+    (shown,) = documented("Errors")
     outcome = ckpt("inspect", pristine, "99", "--json")
     assert outcome.json["error"].keys() == shown["error"].keys()
     assert outcome.json["error"]["exit_code"] == outcome.code == 3

@@ -236,19 +236,10 @@ def test_rules_are_those_of_the_page() -> None:
 
 
 def test_rules_in_the_docs_are_those_of_the_page() -> None:
-    """docs/optimizer.md says the members of each rule, and what the first momentum is predicted as."""
+    """docs/optimizer.md leaves rules and arithmetic to SPEC.md: what it names is there."""
     docs = (Path(__file__).parents[2] / "docs" / "optimizer.md").read_text(encoding="utf-8")
-    said = {
-        rule: {"rule", *re.findall(r'"(\w+)"', members)}
-        for rule, members in re.findall(r'^\{"rule": "(\w+/\d+)",([^}]*)\}', docs, re.MULTILINE)
-    }
-    expected: dict[str, set[str]] = {}
-    for rule in rules():
-        expected.setdefault(rule.params["rule"], set()).update(rule.params)
-    assert said == expected
-    for sentence in (
-        r"`\[b \* 0\]`(, which is| \(which is) -0 or NaN for some b",
-        r"`momentum_buffer`: `\[b \* \{?momentum\}?\]`",
-    ):
-        assert len(re.findall(sentence, docs)) == len(re.findall(sentence, SPEC)) == 1
-    assert set(re.findall(r"[Rr]ules? `(\w+/\d+)`", docs)) <= set(optim.RULES)
+    named = set(re.findall(r"`(\w+/\d+)`", docs))
+    assert named
+    assert named <= set(optim.RULES)
+    for sentence in (r"`\[b \* 0\]` \(which is -0 or NaN for some b", r"`momentum_buffer`: `\[b \* momentum\]`"):
+        assert len(re.findall(sentence, SPEC)) == 1

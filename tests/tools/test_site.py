@@ -16,6 +16,7 @@ import ckptstore
 from ckptstore.cli.main import COMMANDS
 from tools.site.assembling import assemble, public_names, relinked
 from tools.site.manuals import write
+from tools.site.options import options_page
 from tools.site.picture import drawn
 from tools.site.screen import drawn as drawn_screen
 from tools.site.screen import screen
@@ -54,6 +55,14 @@ def test_the_formatter_takes_them_without_a_word(manuals: dict[str, Path]) -> No
             or "ckpt.1" in path.name
             or (path.name == "ckpt-tune.1")
         ), path.name
+
+
+def test_the_page_of_options_is_what_the_commands_say() -> None:
+    """`python -m tools.site.options docs/cli-options.md` writes it."""
+    page = options_page()
+    assert (ROOT / "docs/cli-options.md").read_text() == page
+    assert {f"ckpt {name}" for name in COMMANDS if name != "tune"} <= set(re.findall("^## (.*)", page, re.MULTILINE))
+    assert "| `--max-shard-size SIZE` | Split into files of at most this size, with an index. |" in page
 
 
 def test_every_page_has_its_place() -> None:

@@ -1,4 +1,4 @@
-"""The example of docs/layerwise.md runs."""
+"""The example of layer-wise snapshots in docs/writer.md runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from tests import warmth
 
 pytest.importorskip("torch")
 
-PAGE = Path(__file__).parents[2] / "docs/layerwise.md"
+PAGE = Path(__file__).parents[2] / "docs/writer.md"
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = [block for block in blocks if "LayerwiseSnapshots(" in block]
     done = warmth.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -168,7 +168,7 @@ _SAVING: Final = tuple(
     point for point in CRASH_POINTS if point.split(".")[0] in ("save", "commit", "create", "open", "fold")
 )
 POINTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "whole": CRASH_POINTS,
+    "whole": tuple(CRASH_POINTS),
     "bounded": _SAVING,
     "layered": _SAVING,
     "ranks": (*_SAVING, *RANK_POINTS),

@@ -54,7 +54,7 @@ class Outcome:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The content of ``summary.json``, as docs/demo.md describes it."""
+        """The content of ``summary.json``: times in seconds, sizes in bytes."""
         failures = self.failures()
         return {
             "identical": not failures,

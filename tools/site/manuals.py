@@ -16,9 +16,9 @@ import click
 
 from ckptstore.cli.main import cli
 
-__all__ = ["page", "pages", "write"]
+__all__ = ["commands", "page", "pages", "write"]
 
-_SEE: Final = "The documentation and docs/cli.md of the repository say more, and describe what --json prints."
+_SEE: Final = "docs/cli.md of the repository says more, and docs/json.md describes what --json prints."
 
 
 def write(target: Path, version: str) -> list[Path]:
@@ -35,9 +35,15 @@ def write(target: Path, version: str) -> list[Path]:
 
 def pages(version: str) -> Iterator[tuple[str, str]]:
     """Name and text of every page: the command, its subcommands, and theirs."""
-
-    def below(command: click.Command, context: click.Context) -> Iterator[tuple[str, str]]:
+    for command, context in commands():
         yield context.command_path.replace(" ", "-"), page(command, context, version)
+
+
+def commands() -> Iterator[tuple[click.Command, click.Context]]:
+    """Every command with its context: ``ckpt`` first, each group before its subcommands."""
+
+    def below(command: click.Command, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
+        yield command, context
         if isinstance(command, click.Group):
             for name in command.list_commands(context):
                 found = command.get_command(context, name)

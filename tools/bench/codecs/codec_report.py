@@ -152,7 +152,7 @@ def draw(cases: Sequence[Case], path: Path) -> None:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The tables of ``docs/codecs.md``."""
+    """Every table; ``docs/codecs.md`` has the most important rows."""
     lines = ["| data | bound | " + " | ".join(_DOC_METHODS) + " |", "|---|---:|" + "---:|" * len(_DOC_METHODS)]
     for case in report["cases"]:
         cells = []

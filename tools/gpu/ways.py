@@ -1,0 +1,339 @@
+"""The ways to save that the table compares: the peers', with warm pinned memory where they have it, and ckptstore's.
+
+They are strategies of the training benchmark (`tools.bench.training.training_strategies`) with settings for a device.
+What that benchmark has with the right settings is taken as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from tools.bench.storage.pagecache import fsync
+from tools.bench.training import training_strategies
+from tools.bench.training.training_loop import Trainer
+from tools.bench.training.training_strategies import (
+    STRATEGIES,
+    Ledger,
+    NotInThisBuildError,
+    Options,
+    Store,
+    Strategy,
+    newest,
+)
+
+__all__ = ["DENSITY", "WAYS", "agent_of", "compress", "stored", "tidied"]
+
+DENSITY: Final = 0.01
+_LINGER: Final = 5.0
+"""Seconds that an agent outlives a case that failed."""
+
+
+def _threads() -> int:
+    """Threads of a writer: half of the cores, at most 8."""
+    return max(2, min(8, len(os.sched_getaffinity(0)) // 2))
+
+
+def settings(_: Strategy) -> dict[str, Any]:
+    """Arguments of `Store.writer`. What the rules retire is deleted by `tidied` between two blocks."""
+    return {"threads": _threads(), "keep": ["last:1"]}
+
+
+def tidied(strategy: Strategy) -> None:
+    """Delete all checkpoints but the newest, so that a case fits on a tmpfs; nothing is in flight.
+
+    Step diffs are small, and stay: their newest needs those before it.
+    """
+    if isinstance(strategy, Store):
+        strategy.store.gc()
+        return
+    for _, path in newest(strategy.folder, "step-*")[1:]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def stored(folder: Path) -> int:
+    """Bytes of the newest checkpoint on the medium: a step diff's are its own."""
+    if (store := folder / "store").exists():
+        import ckptstore
+
+        return ckptstore.open(store).checkpoints()[-1].stored
+    _, path = newest(folder, "step-*")[0]
+    return sum(one.stat().st_size for one in ([path] if path.is_file() else path.rglob("*")))
+
+
+def compress(trainer: Trainer) -> Any:
+    """Have a trainer compress its gradients -> the hook that does it."""
+    from ckptstore.training import TopKHook
+
+    # Residuals change by the dense gradient at each step: with them a checkpoint is as large as without compression.
+    trainer.compressor = TopKHook(DENSITY, exact=False)
+    return trainer.compressor
+
+
+def agent_of(strategy: Strategy) -> int | None:
+    """The process that saves for a strategy, if it has one."""
+    pid: int | None = getattr(strategy, "agent_pid", None)
+    return pid
+
+
+class _Nothing(training_strategies.Nothing):
+    """No saves, in a loop that compresses its gradients."""
+
+    compressed = True
+
+
+# -- DCP
+
+
+class DcpSave(Strategy):
+    """`torch.distributed.checkpoint.save`: training waits until the files are synced."""
+
+    label = "DCP save"
+
+    def save(self, step: int) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        path = self.folder / f"step-{step:08}"
+        save(self.trainer.state(), checkpoint_id=path, no_dist=True)
+        fsync(path)
+        fsync(self.folder)
+        self.ledger.done(step)
+
+    @staticmethod
+    def restore(folder: Path, trainer: Trainer) -> int | None:
+        return STRATEGIES["dcp-async"].restore(folder, trainer)
+
+
+class DcpAsync(DcpSave):
+    """`async_save` with a `DefaultStager`: pinned memory, copies by a thread on a stream of its own.
+
+    The optimizer's step waits until the state is staged, and the next save until the last one is synced, as DCP's
+    documentation asks for. torch 2.11 closes a `DefaultStager` after its first use (pytorch issue 183413); there each
+    save has a new one, and so pins memory anew.
+    """
+
+    label = "DCP async_save, DefaultStager"
+
+    def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
+        super().__init__(folder, trainer, options, ledger)
+        self._reused = _stagers_are_reused()
+        self._stager: Any = None
+        self._staged: Future[None] | None = None
+        self._under_way: tuple[Future[Any], threading.Event] | None = None
+
+    def stager(self) -> Any:
+        """What stages the next save."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        if self._stager is None or not self._reused:
+            if self._stager is not None:
+                self._stager.close()
+            pinned = self.trainer.device.type == "cuda"  # elsewhere torch refuses all of it
+            self._stager = DefaultStager(StagingOptions(pinned, False, pinned, pinned))
+        return self._stager
+
+    def save(self, step: int) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+
+        self.settle()
+        path = self.folder / f"step-{step:08}"
+        said = async_save(self.trainer.state(), checkpoint_id=path, async_stager=self.stager(), no_dist=True)
+        synced = threading.Event()
+        if isinstance(said, AsyncSaveResponse):
+            self._staged, uploaded = said.staging_completion, said.upload_completion
+        else:
+            uploaded = said
+
+        def finish(done: Future[Any]) -> None:
+            if done.exception() is None:  # its files are synced by its writer
+                fsync(path)
+                fsync(self.folder)
+                self.ledger.done(step)
+            synced.set()
+
+        uploaded.add_done_callback(finish)
+        self._under_way = uploaded, synced
+
+    def before_update(self) -> None:
+        if self._staged is not None:
+            self._staged.result()
+            self._staged = None
+
+    def settle(self) -> None:
+        self.before_update()
+        if self._under_way is not None:
+            uploaded, synced = self._under_way
+            uploaded.result()
+            synced.wait()
+            self._under_way = None
+
+    def close(self) -> None:
+        super().close()
+        if self._stager is not None:
+            self._stager.close()
+
+
+class DcpPinned(DcpAsync):
+    """`async_save` with a `BlockingAsyncStager` that keeps its pinned memory: the call returns when all is copied."""
+
+    label = "DCP async_save, warm pinned stager"
+
+    def stager(self) -> Any:
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+        if self._stager is None:
+            if self.trainer.device.type != "cuda":
+                raise NotInThisBuildError("BlockingAsyncStager pins memory, which takes a CUDA device")
+            self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        return self._stager
+
+
+def _stagers_are_reused() -> bool:
+    """Whether a `DefaultStager` can stage twice: not in torch 2.11."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        for _ in range(2):
+            stager.stage({"numbers": [1]})
+            if stager.stage({"numbers": [1]}) != {"numbers": [1]}:
+                return False
+    except KeyError:
+        return False
+    finally:
+        stager.close()
+    return True
+
+
+# -- ckptstore
+
+
+class Full(Store):
+    """`Writer.save_async`, two in flight."""
+
+    label = "ckptstore full, async"
+    in_flight = 2
+
+    def settings(self) -> dict[str, Any]:
+        return settings(self)
+
+
+class Delta(Full):
+    """`Writer.save_async` of a writer that stores deltas."""
+
+    label = "ckptstore delta"
+
+    def settings(self) -> dict[str, Any]:
+        from ckptstore import DeltaOptions
+
+        return super().settings() | {"deltas": DeltaOptions()}
+
+
+class FullByAgent(Full):
+    """`AgentWriter.save_async`, two in flight."""
+
+    label = "ckptstore full, by an agent"
+
+    def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
+        Strategy.__init__(self, folder, trainer, options, ledger)
+        import ckptstore
+        from ckptstore import agent
+
+        self.store = ckptstore.open(self.url(folder), create=True)
+        writer = agent.writer(
+            self.store, linger_seconds=_LINGER, max_in_flight=self.in_flight, poll_seconds=None, **self.settings()
+        )
+        self.agent_pid = writer.agent_pid
+        self.writer: Any = writer
+
+
+class Steps(Strategy):
+    """A `Checkpointer` that saves every step."""
+
+    label = "Checkpointer"
+    every_step = True
+    how: ClassVar[str] = "gradient"
+    by_agent: ClassVar[bool] = False
+    compressed: ClassVar[bool] = False
+
+    def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
+        super().__init__(folder, trainer, options, ledger)
+        from ckptstore.errors import UsageError
+        from ckptstore.training import Checkpointer
+
+        given: dict[str, Any] = {"compressor": trainer.compressor} if self.compressed else {}
+        if self.by_agent:
+            given |= {"agent": True, "linger_seconds": _LINGER}
+        try:
+            self.checkpointer = Checkpointer(
+                folder / "store",
+                model=trainer.model,
+                optimizer=trainer.optimizer,
+                strategy=self.how,
+                full_every=options.full_every,
+                threads=_threads(),
+                group=None,
+                signals=False,
+                **given,
+            )
+            self.checkpointer.resume()
+        except UsageError as error:
+            raise NotInThisBuildError(str(error)) from error
+        self.agent_pid = self.checkpointer.agent_pid
+        trainer.step = self.checkpointer.steps_done  # it counts from its own first step
+
+    def save(self, step: int) -> None:
+        pending = self.checkpointer.step()
+        if pending is None:  # the agent has it in memory; the medium has not taken those before yet
+            assert self.how == "replica"
+            return
+        pending.when_done(lambda durable: self.ledger.done(step) if durable else None)
+
+    def settle(self) -> None:
+        self.checkpointer.wait()
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+    @staticmethod
+    def restore(folder: Path, trainer: Trainer) -> int | None:
+        import ckptstore
+
+        store = ckptstore.open(folder / "store")
+        if (latest := store.latest_step()) is not None:
+            state = store.load("latest", framework="torch")
+            trainer.load({"model": state["model"], "optimizer": state["optimizer"], "step": latest})
+        return latest
+
+
+def _kind(base: type[Strategy], label: str, **members: Any) -> type[Strategy]:
+    return type(base.__name__, (base,), {"label": label, **members})
+
+
+WAYS: Final[dict[str, type[Strategy]]] = {
+    "none": STRATEGIES["none"],
+    "none-topk": _kind(_Nothing, "none, gradients compressed"),
+    "torch.save": _kind(STRATEGIES["torch.save"], "torch.save"),
+    "checkfreq": STRATEGIES["checkfreq"],
+    "dcp-pinned": DcpPinned,
+    "dcp-async": DcpAsync,
+    "dcp-save": DcpSave,
+    "full": Full,
+    "full-agent": FullByAgent,
+    "layer-host": _kind(STRATEGIES["layer-host"], "ckptstore layer-wise, host", settings=settings),
+    "layer-device": _kind(STRATEGIES["layer-device"], "ckptstore layer-wise, device", settings=settings),
+    "replica": _kind(Steps, "ckptstore replica", how="replica", by_agent=True),
+    "topk-agent": _kind(Steps, "ckptstore gradient, top-k, by an agent", compressed=True, by_agent=True),
+    "gradient-agent": _kind(Steps, "ckptstore gradient, by an agent", by_agent=True),
+    "delta": Delta,
+    "topk": _kind(Steps, "ckptstore gradient, top-k", compressed=True),
+    "gradient": _kind(Steps, "ckptstore gradient"),
+}
+"""By the names that ``--only`` takes, those that matter most first: the time may be up before the last."""
