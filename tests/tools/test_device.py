@@ -28,6 +28,7 @@ from ckptstore.training.layerwise.layer_sources import LayerSource  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.test_on_device import check  # noqa: E402
+from tests.warm_agents import start_warm  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.device.__main__ import main, measured  # noqa: E402
 from tools.device.queues import Scheduler  # noqa: E402
@@ -459,6 +460,33 @@ def test_training_with_a_checkpointer(tmp_path: Path, way: str) -> None:
     with simulated(7) as machine:
         check(tmp_path / "run", "cuda", way, "AdamW foreach", own_stream=True, scaled=way == "gradient")
         assert not machine.hazards
+
+
+@pytest.mark.parametrize("way", ["full by an agent", "gradient by an agent"])
+def test_training_with_a_checkpointer_and_an_agent(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_warm(monkeypatch)
+    with simulated(7) as machine:
+        check(tmp_path / "run", "cuda", way, "AdamW foreach", own_stream=True)
+        assert not machine.hazards
+
+
+SAVERS = {"one process": (False, 0), "agent": (True, 0), "ranks": (False, 2), "ranks with agents": (True, 2)}
+
+
+@pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])
+@pytest.mark.parametrize("savers", SAVERS)
+def test_a_step_waits_for_no_device(
+    tmp_path: Path, savers: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once memory is registered. Nothing leaves the device twice."""
+    agent, ranks = SAVERS[savers]
+    if not ranks:
+        start_warm(monkeypatch)
+    row = measured(tmp_path / "run", strategy, parameters=6, agent=agent, ranks=ranks)
+    assert row.training_waits == 0, row.waits
+    assert row.waits
+    assert row.to_host <= 1.02 * row.state_bytes
+    assert not row.hazards
 
 
 def layer_by_layer(seed: int, mode: str, change: Callable[[pytest.MonkeyPatch], object]) -> bool:
