@@ -105,7 +105,10 @@ class BufferClient:
         self._known: _KnownLayout | None = None
 
     def forget(self) -> None:
-        """The agent is gone: drop the mappings and the layout."""
+        """The agent is gone: drop the mappings and the layout. Memory that is still used stays mapped until it is not.
+
+        Unmapping also ends its registration with devices.
+        """
         with self._lock:
             self._maps.clear()
             self._layout = self._known = None

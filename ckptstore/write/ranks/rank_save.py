@@ -119,13 +119,22 @@ class RankSave(Job):
         # Prevents: a kill that costs more than `max_in_flight` saves, because written shares wait for their commit.
         self.done.add_done_callback(lambda _: self.leave())
 
+    def arrive(self) -> None:
+        """Wait for devices that still copy to its memory. Raises the error of a device."""
+        for copies in (self.snapshot, self.gradients):
+            if copies is not None:
+                copies.arrive()
+
     def let_go(self) -> None:
         """Free its memory, except for a retained snapshot. May be repeated."""
         if self.feed is not None:
             self.feed.finish()
-        if self.gradients is not None:
-            self.gradients.free()
+        # Prevents: memory that stays mapped, and registered with devices, until Python's collector finds this save.
+        gradients, self.gradients = self.gradients, None
+        snapshot, self.snapshot = self.snapshot, None
+        if gradients is not None:
+            gradients.free()
         self.updates = ()
-        if self.snapshot is not None and not self.retained:
-            self.snapshot.free()
-        self.share = None
+        if snapshot is not None and not self.retained:
+            snapshot.free()
+        self.share = self.adopted = None

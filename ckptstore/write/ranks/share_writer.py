@@ -67,6 +67,8 @@ class ShareWriter:
                 raise self._rank_term.stopped
             if self._ordering is not None:
                 one.order = self._ordering.order(one)
+            if one.flaw is None:
+                one.arrive()  # Prevents: writing memory that a device still copies to.
             if one.how.after is not None:
                 self._add(one)
             else:
