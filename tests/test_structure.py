@@ -98,6 +98,18 @@ def test_no_two_modules_have_one_name() -> None:
     assert not twice, f"rename one of these modules: {twice}"
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """Exempt are private classes, nested ones too, which no other module imports."""
+    homes: dict[str, list[str]] = {}
+    for module in tree().modules.values():
+        for _, dotted in module.classes:
+            name = dotted.removeprefix(f"{module.name}.")
+            if "." not in name and not name.startswith("_"):
+                homes.setdefault(name, []).append(module.name)
+    twice = {name: sorted(found) for name, found in homes.items() if len(found) > 1}
+    assert not twice, f"rename one of these classes: {twice}"
+
+
 _IMPORTS = r"(?i:\bimports?) .*"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.analysis.comparison_plan import POINTS, plan_targets, spacing
-from ckptstore.analysis.measurement import Measured, Measurement, measure
+from ckptstore.analysis.measurement import Measurements, MethodMeasurement, measure
 from ckptstore.analysis.methods import DELTAS, METHODS, TOP
 from ckptstore.analysis.recommendations import Advice, Shipping, Summary, advise, ship, summarize
 from ckptstore.analysis.sampling import SampleGroup, group_tensors
@@ -111,7 +111,7 @@ class Analysis:
     groups: tuple[SampleGroup, ...]
     skipped: tuple[Skipped, ...]
     options: Options
-    measurements: tuple[Measurement, ...]
+    measurements: tuple[MethodMeasurement, ...]
     summaries: tuple[Summary, ...]
     prefixes: tuple[PrefixCount, ...]
     advice: Advice
@@ -133,7 +133,7 @@ class Analysis:
         counts = Counter(gap for _, gap in {((one.index, one.base), one.gap) for one in self.measurements})
         return max(self.gaps, key=lambda gap: (counts[gap], -gap))
 
-    def over_training(self, group: int, method: str) -> list[Measurement]:
+    def over_training(self, group: int, method: str) -> list[MethodMeasurement]:
         """Measurements of a method at each step; for a delta, against the previous checkpoint, whatever the gap."""
         found = (one for one in self.measurements if (one.group, one.method) == (group, method))
         return [one for one in found if one.base in (None, one.index - 1)]
@@ -199,7 +199,7 @@ def analyze(
     )
 
 
-def _prefixes(measured: Measured) -> list[PrefixCount]:
+def _prefixes(measured: Measurements) -> list[PrefixCount]:
     found = []
     for (group, index), counts in measured.prefixes.items():
         for bits in PREFIX_BITS:

@@ -10,7 +10,7 @@ from typing import Final
 
 from ckptstore.errors import UsageError
 
-__all__ = ["Plan", "Target", "plan_targets", "spacing"]
+__all__ = ["ComparisonPlan", "Target", "plan_targets", "spacing"]
 
 POINTS: Final = 12
 """Default number of steps to measure."""
@@ -38,7 +38,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ComparisonPlan:
     """The comparisons: `targets` ascending; `gaps` are those to study, each at several targets where possible."""
 
     targets: tuple[Target, ...]
@@ -55,7 +55,7 @@ def spacing(steps: Sequence[int]) -> int:
     return max(1, min((b - a for a, b in pairwise(steps)), default=1))
 
 
-def plan_targets(steps: Sequence[int], gaps: Sequence[int] = (), points: int | None = POINTS) -> Plan:
+def plan_targets(steps: Sequence[int], gaps: Sequence[int] = (), points: int | None = POINTS) -> ComparisonPlan:
     """Choose what to compare.
 
     Args:
@@ -95,7 +95,7 @@ def plan_targets(steps: Sequence[int], gaps: Sequence[int] = (), points: int | N
         for target in _spread(candidates, count):
             wanted.setdefault(target, {})[of_gap[target]] = gap
     targets = [Target(index, tuple(sorted(wanted[index].items(), reverse=True))) for index in sorted(wanted)]
-    return Plan(tuple(targets), tuple(chosen))
+    return ComparisonPlan(tuple(targets), tuple(chosen))
 
 
 def _alike(gap: int, other: int) -> bool:

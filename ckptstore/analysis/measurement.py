@@ -22,7 +22,7 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import workers
 
-__all__ = ["Measured", "Measurement", "measure"]
+__all__ = ["Measurements", "MethodMeasurement", "measure"]
 
 _FITTED: Final = 4
 """Number of units on which parameters are fitted."""
@@ -33,7 +33,7 @@ _MASTER: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class MethodMeasurement:
     """One method at one step of one group.
 
     Attributes:
@@ -64,10 +64,10 @@ class Measurement:
 
 
 @dataclass(slots=True)
-class Measured:
+class Measurements:
     """All measurements, and (group, checkpoint) -> how many numbers have each prefix of 12 bits."""
 
-    results: list[Measurement] = field(default_factory=list)
+    results: list[MethodMeasurement] = field(default_factory=list)
     prefixes: dict[tuple[int, int], npt.NDArray[np.int64]] = field(default_factory=dict)
 
 
@@ -92,7 +92,7 @@ def measure(
     wanted: Sequence[str] = METHODS,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> Measured:
+) -> Measurements:
     """Measure every group at every target.
 
     Memory: per thread one unit (1 MiB) of the checkpoint and of one base with their encoded forms, and for a store a
@@ -111,7 +111,7 @@ def measure(
     """
     types = series[-1].tensors
     total = sum((1 + len(target.bases)) * group.sampled for target in targets for group in groups)
-    measured, tally = Measured(), Tally(progress, total)
+    measured, tally = Measurements(), Tally(progress, total)
     fitted: dict[int, Methods] = {}
     masters: dict[str, str] = {}
     with workers(threads or os.cpu_count() or 1, "analyze") as coders:
@@ -193,14 +193,14 @@ def _collect(
         sums.setdefault((base, one.method), Sums()).add(unit.nbytes, one.stored, one.encode, one.decode)
 
 
-def _results(job: _Job, target: Target, sums: Mapping[tuple[int | None, str], Sums]) -> list[Measurement]:
+def _results(job: _Job, target: Target, sums: Mapping[tuple[int | None, str], Sums]) -> list[MethodMeasurement]:
     gaps = dict(target.bases)
     params: dict[tuple[int | None, str], Mapping[str, Any]] = {
         (None, name): codec.params for name, codec in job.methods.chosen.items()
     }
     params |= {(base, name): codec.params for base, _, _, deltas in job.bases for name, codec in deltas.items()}
     return [
-        Measurement(
+        MethodMeasurement(
             group=job.number,
             index=target.index,
             base=base,

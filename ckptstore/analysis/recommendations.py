@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptstore.analysis.measurement import Measurement
+from ckptstore.analysis.measurement import MethodMeasurement
 from ckptstore.analysis.methods import COMPARED, DELTAS
 from ckptstore.analysis.sampling import Estimate, SampleGroup
 from ckptstore.errors import UsageError
@@ -62,9 +62,9 @@ class Summary:
     highest: float
 
 
-def summarize(measurements: Iterable[Measurement]) -> list[Summary]:
+def summarize(measurements: Iterable[MethodMeasurement]) -> list[Summary]:
     """Return the means by group, gap and method, in the order in which they were first measured."""
-    cells: dict[tuple[int, int | None, str], list[Measurement]] = {}
+    cells: dict[tuple[int, int | None, str], list[MethodMeasurement]] = {}
     for one in measurements:
         cells.setdefault((one.group, one.gap, one.method), []).append(one)
     found = []

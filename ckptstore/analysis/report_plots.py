@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.analysis.analysis import Analysis
-from ckptstore.analysis.measurement import Measurement
+from ckptstore.analysis.measurement import MethodMeasurement
 from ckptstore.analysis.methods import BOUNDS, COMPARED, COPIES, DELTAS, SHOWN
 from ckptstore.analysis.recommendations import Shipping, Summary
 from ckptstore.errors import MissingDependencyError
@@ -195,7 +195,7 @@ def training(found: Analysis) -> str:
     return _grid(len(found.major), draw, legend=True)
 
 
-def _of(found: Analysis, group: int, method: str) -> list[Measurement]:
+def _of(found: Analysis, group: int, method: str) -> list[MethodMeasurement]:
     return [one for one in found.measurements if one.group == group and one.method == method]
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from ckptstore.formats.history.records import CheckpointEntry, CommitRecord, Encoding, Node, SegmentEntry
 
-__all__ = ["Change"]
+__all__ = ["CatalogChange"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class CatalogChange:
     """The members of a `CommitRecord` that its author chooses; see there. The term adds the others."""
 
     segments: tuple[SegmentEntry, ...] = ()

@@ -18,7 +18,7 @@ from ckptstore.formats.history.records import CheckpointId
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.option_checks import seconds
 from ckptstore.log import requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read, same_history
 from ckptstore.log.requests import Outcome
@@ -55,7 +55,7 @@ class ChangeCommitter(Protocol):
     @property
     def owned(self) -> int | None: ...  # noqa: D102 - described above
 
-    def commit(self, term: int, what: str, change: Change) -> Outcome:
+    def commit(self, term: int, what: str, change: CatalogChange) -> Outcome:
         """Make one change in `term`, all or nothing. Changes that a request may not contain are refused (`post`)."""
 
     def catalog(self) -> Catalog:
@@ -88,7 +88,7 @@ class ChangeRequester:
         self.view = view
         check_writer_alive(journal, view.catalog)
 
-    def commit(self, term: int, what: str, change: Change) -> Outcome:
+    def commit(self, term: int, what: str, change: CatalogChange) -> Outcome:
         """Post a request -> its outcome, ``waiting`` if no answer came in time.
 
         Raises:
@@ -135,7 +135,7 @@ class TakeOver:
         self.owned: int | None = self._term.number
         self._extra = {} if several else {CLOSED: True}
 
-    def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # the log takes no text
+    def commit(self, term: int, what: str, change: CatalogChange) -> Outcome:  # noqa: ARG002  # the log takes no text
         """Commit. A single change also says that the term may end with it. Raises as `Term.commit`."""
         self._term.commit(replace(change, extra={**change.extra, **self._extra}).record(term))
         return _ACCEPTED

@@ -28,7 +28,7 @@ from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.commit_checks import check_commit
 from ckptstore.formats.history.record_text import MANIFEST_LIMIT, decode_request, encode_request, torn
 from ckptstore.formats.history.records import CommitRecord, Request, SegmentEntry, request_of
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
 from ckptstore.log.partial_objects import read_all_when_complete
@@ -129,7 +129,7 @@ def _answer(term: TermOwner, key: str, identity: str, data: bytes, objection: Ca
 
 
 def _commit_record(request: Request) -> CommitRecord:
-    change = Change(request.segments, (), request.encodings, request.drops, request.retires, request.tags)
+    change = CatalogChange(request.segments, (), request.encodings, request.drops, request.retires, request.tags)
     return replace(change, requests={request.id: None}, keep=request.keep).record(request.term)
 
 
@@ -180,7 +180,7 @@ class Outcome:
     reason: str = ""
 
 
-def post(journal: Journal, term: int, what: str, change: Change) -> Request:
+def post(journal: Journal, term: int, what: str, change: CatalogChange) -> Request:
     """Ask the writer of `term` for a change -> the posted request, for `wait`.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Final
 from ckptstore.errors import ReadOnlyError, RequestError, RequestRefusedError, RequestTimeoutError
 from ckptstore.formats.history.catalog import Catalog
 from ckptstore.host.option_checks import seconds
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.change_committer import ChangeRequester, TakeOver
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
@@ -22,7 +22,7 @@ __all__ = ["Planner", "change", "look"]
 
 _TRIES: Final = 3
 
-Planner = Callable[[Catalog], Change | None]
+Planner = Callable[[Catalog], CatalogChange | None]
 """Returns the change to make to a catalog; None: no change is needed."""
 
 
@@ -64,7 +64,7 @@ def change(journal: Journal, view: View, what: str, plan: Planner, *, take_over:
 
 
 def _asked(
-    journal: Journal, author: ChangeRequester, what: str, wanted: Change, plan: Planner, timeout: float | None
+    journal: Journal, author: ChangeRequester, what: str, wanted: CatalogChange, plan: Planner, timeout: float | None
 ) -> View:
     for _ in range(_TRIES):
         asked = author.view.catalog

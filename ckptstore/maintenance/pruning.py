@@ -21,7 +21,7 @@ from ckptstore.formats.history.rule_rankings import names
 from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.crash_points import crash_point
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
 from ckptstore.maintenance.catalog_changes import change, look
@@ -83,8 +83,8 @@ def set_rules(
 
     _warn_unmatched(before, chosen)
 
-    def plan(catalog: Catalog) -> Change | None:
-        return None if catalog.keep == chosen else Change(keep=chosen)
+    def plan(catalog: Catalog) -> CatalogChange | None:
+        return None if catalog.keep == chosen else CatalogChange(keep=chosen)
 
     what = f"keep {', '.join(chosen) or 'every checkpoint'}"
     return change(journal, view, what, plan, take_over=take_over, timeout=timeout).catalog.keep
@@ -180,10 +180,10 @@ def _retire_some(
     """
     found = _PrunePlan()
 
-    def plan(catalog: Catalog) -> Change | None:
+    def plan(catalog: Catalog) -> CatalogChange | None:
         nonlocal found
         found = _plan(journal, catalog, chosen, among=before, drained=drained)
-        return Change(retires=found.retires, drops=tuple(found.drops)) if found else None
+        return CatalogChange(retires=found.retires, drops=tuple(found.drops)) if found else None
 
     for done in itertools.count(1):
         left = until - time.monotonic()

@@ -14,7 +14,7 @@ from ckptstore.formats.history.commit_checks import droppable
 from ckptstore.formats.history.records import Node, ref_of
 from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.log import refs
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.journal import Journal
 from ckptstore.maintenance.catalog_changes import change, look
 
@@ -60,9 +60,9 @@ def retire(
     if not dry_run:
         done: list[_RetirePlan] = []
 
-        def plan(catalog: Catalog) -> Change:
+        def plan(catalog: Catalog) -> CatalogChange:
             done.append(_plan(catalog, nodes))
-            return Change(retires=done[-1].retires, drops=done[-1].drops)
+            return CatalogChange(retires=done[-1].retires, drops=done[-1].drops)
 
         what = f"retire {ref_of(nodes[0])}" + (f" and {len(nodes) - 1} more" if len(nodes) > 1 else "")
         change(journal, view, what, plan, take_over=take_over, timeout=timeout)

@@ -7,7 +7,7 @@ from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.checkpoint_ref import Ref
 from ckptstore.formats.history.records import Node, ref_of
 from ckptstore.log import refs
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
@@ -31,9 +31,9 @@ def tag(
     view = look(journal, take_over=take_over)
     node = refs.resolve(view.catalog, ref).node
 
-    def plan(catalog: Catalog) -> Change | None:
+    def plan(catalog: Catalog) -> CatalogChange | None:
         _entry(catalog, node)
-        return None if catalog.tags.get(name) == node else Change(tags={name: node})
+        return None if catalog.tags.get(name) == node else CatalogChange(tags={name: node})
 
     what = f"tag {ref_of(node)} as {name!r}"
     catalog = change(journal, view, what, plan, take_over=take_over, timeout=timeout).catalog
@@ -51,8 +51,8 @@ def untag(journal: Journal, name: str, *, take_over: bool = False, timeout: floa
     view = look(journal, take_over=take_over)
     refs.resolve(view.catalog, wanted)  # raises with a list of the tags
 
-    def plan(catalog: Catalog) -> Change | None:
-        return Change(tags={name: None}) if name in catalog.tags else None
+    def plan(catalog: Catalog) -> CatalogChange | None:
+        return CatalogChange(tags={name: None}) if name in catalog.tags else None
 
     change(journal, view, f"remove tag {name!r}", plan, take_over=take_over, timeout=timeout)
 

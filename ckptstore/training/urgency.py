@@ -13,7 +13,7 @@ from typing import Final
 from ckptstore.host.signal_requests import SignalRequests
 from ckptstore.training.settings import SaveSettings
 from ckptstore.write.ranks.messages.key_value_store import Group
-from ckptstore.write.ranks.save_barrier import Accord
+from ckptstore.write.ranks.save_barrier import SaveBarrier
 
 __all__ = ["Urgency"]
 
@@ -42,7 +42,7 @@ class Urgency:
         self._notices = SignalRequests(flush, settings.grace_seconds)
         self._timeout = settings.rank_timeout
         self._grace = settings.grace_seconds
-        self._accord: Accord | None = None
+        self._accord: SaveBarrier | None = None
         self._near = False
         self._due: frozenset[str] = frozenset()
         self._stopping = False
@@ -64,7 +64,7 @@ class Urgency:
         """Agree with other ranks from now on, in a term of a run whose last step is `step`."""
         self.leave()
         self._due = frozenset()
-        self._accord = Accord(group, f"ckptstore/{run}/{term}/accord", step, self._asked, self._timeout)
+        self._accord = SaveBarrier(group, f"ckptstore/{run}/{term}/accord", step, self._asked, self._timeout)
         self._accord.start()
 
     def leave(self) -> None:

@@ -14,11 +14,11 @@ from ckptstore.reports.restore_explanation import explain
 from ckptstore.restore.open_checkpoint import opened
 from ckptstore.store import Store
 
-__all__ = ["Measurement", "measure", "seconds_per_step"]
+__all__ = ["JobMeasurement", "measure", "seconds_per_step"]
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class JobMeasurement:
     """Measurements of a job. See `Job` for the terms. None: unknown from the store.
 
     Attributes:
@@ -46,7 +46,7 @@ class Measurement:
     replay_diff: float | None
 
 
-def measure(store: Store) -> Measurement:
+def measure(store: Store) -> JobMeasurement:
     """Measure the newest checkpoint that is not a full (or the newest full if there is none), and the history.
 
     Reads headers and at most 32 MiB.
@@ -65,7 +65,7 @@ def measure(store: Store) -> Measurement:
     replays = [step.seconds for step in steps if step.base is not None]
     opening = min(_opening_seconds(store, ref) for _ in range(3))  # the minimum is the least disturbed
     neighbours = list(_neighbours(infos))
-    return Measurement(
+    return JobMeasurement(
         ref=ref,
         fulls=len(fulls),
         diffs=len(diffs),

@@ -28,7 +28,7 @@ from ckptstore.store import open as open_store
 from ckptstore.tuning.save_interval import TOLERANCE, Setting, Timing, least_seconds
 from ckptstore.tuning.trial_folder import Scratch
 
-__all__ = ["Plan", "Profile", "lengths_like", "lengths_of", "profile", "trial_state"]
+__all__ = ["Profile", "TrialPlan", "lengths_like", "lengths_of", "profile", "trial_state"]
 
 State = Mapping[str, npt.NDArray[np.uint8]]
 
@@ -39,7 +39,7 @@ _GIVE_UP: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrialPlan:
     """The settings to try.
 
     Attributes:
@@ -129,7 +129,7 @@ def trial_state(lengths: Sequence[int], most: int) -> dict[str, npt.NDArray[np.u
     return state
 
 
-def profile(scratch: Scratch, state: State, plan: Plan, progress: Progress | None = None) -> Profile:
+def profile(scratch: Scratch, state: State, plan: TrialPlan, progress: Progress | None = None) -> Profile:
     """Measure p at N = 1, then N with the best p, then p's neighbours at the best N, then b.
 
     N is raised as long as saves can become more frequent. Two values in a row without a gain end the search, as "we
@@ -170,7 +170,7 @@ def profile(scratch: Scratch, state: State, plan: Plan, progress: Progress | Non
 class _Search:
     """The measurements so far."""
 
-    def __init__(self, scratch: Scratch, state: State, plan: Plan, tally: Tally) -> None:
+    def __init__(self, scratch: Scratch, state: State, plan: TrialPlan, tally: Tally) -> None:
         self.timings: list[Timing] = []
         self.load = 0.0
         self.tally = tally
@@ -219,7 +219,7 @@ def _more_in_flight(search: _Search, threads: int) -> None:
             return
 
 
-def _timing(store: Store, state: State, setting: Setting, plan: Plan, advance: Callable[[int], None]) -> Timing:
+def _timing(store: Store, state: State, setting: Setting, plan: TrialPlan, advance: Callable[[int], None]) -> Timing:
     """Fill a store with saves, `setting.in_flight` of them always running."""
     nbytes = sum(array.nbytes for array in state.values())
     places = threading.Semaphore(setting.in_flight)

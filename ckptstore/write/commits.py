@@ -21,7 +21,7 @@ from ckptstore.formats.history.checkpoint_ref import Ref
 from ckptstore.formats.history.records import object_of
 from ckptstore.host.caller_warnings import warn
 from ckptstore.log import fold_writer, refs, requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
 from ckptstore.write.retainer import Retainer
@@ -65,7 +65,7 @@ class Commits:
         """Have the next commit drop segments of this term that were begun and will never be committed."""
         self._abandoned.extend(segments)
 
-    def commit(self, change: Change) -> None:
+    def commit(self, change: CatalogChange) -> None:
         """Commit a change in this term. The commit also drops abandoned segments, and retires what no rule keeps."""
         drops = tuple(self._abandoned)
         self.log.journal.check_present()
@@ -88,7 +88,7 @@ class Commits:
         if self._tier is not None:
             self._tier.committed()
 
-    def _with_retirements(self, change: Change) -> Change:
+    def _with_retirements(self, change: CatalogChange) -> CatalogChange:
         if not change.checkpoints:
             return change
         try:
@@ -97,7 +97,7 @@ class Commits:
             self._complain(error)
             return change
 
-    def _send(self, whole: Change, change: Change, drops: tuple[str, ...]) -> None:
+    def _send(self, whole: CatalogChange, change: CatalogChange, drops: tuple[str, ...]) -> None:
         try:
             self.log.commit(replace(whole, drops=(*whole.drops, *drops)).record(self.log.number))
         except (UsageError, NotFoundError) as error:
@@ -113,19 +113,19 @@ class Commits:
         opened = self.log.catalog.terms[self.log.number]
         if self.ended is None and not self.missing and opened.extra.get(CLOSED) is not True:
             with contextlib.suppress(CkptError):
-                self.commit(Change(extra={CLOSED: True}))
+                self.commit(CatalogChange(extra={CLOSED: True}))
 
     def name(self, tag: str, ref: Ref) -> CheckpointInfo:
         """Give a checkpoint a tag."""
         refs.check_new_tag(tag)
         entry = refs.resolve(self.log.catalog, ref)
-        self.commit(Change(tags={tag: entry.node}))
+        self.commit(CatalogChange(tags={tag: entry.node}))
         return describe_checkpoint(self.log.catalog, entry)
 
     def unname(self, tag: str) -> None:
         """Remove a tag."""
         refs.resolve(self.log.catalog, Ref(tag=tag))
-        self.commit(Change(tags={tag: None}))
+        self.commit(CatalogChange(tags={tag: None}))
 
     def tend(self, prepare: Callable[[], None] = lambda: None) -> None:
         """Answer requests and begin a fold, after the save was acknowledged. An error in either fails no save.
@@ -165,7 +165,7 @@ class Commits:
         except CkptError as error:
             self._complain(error)
 
-    def _swept(self) -> Change | None:
+    def _swept(self) -> CatalogChange | None:
         """A change that removes dropped segments of this term from the log if they are deleted by now.
 
         Prevents: a catalog, and folds, that grow with every save of a run that retires.
@@ -177,7 +177,7 @@ class Commits:
         there = {found[1] for key in self.log.journal.backend.list(place) if (found := object_of(key)) is not None}
         gone = sorted(dropped - there)[:_SWEPT]
         self._sweep_at = max(_MANY_DROPPED, 2 * (len(dropped) - len(gone)))
-        return Change(swept=tuple(gone)) if gone else None
+        return CatalogChange(swept=tuple(gone)) if gone else None
 
     def finish_folds(self) -> None:
         """Wait for a fold in progress."""

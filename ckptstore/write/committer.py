@@ -24,7 +24,7 @@ from ckptstore.formats.step_text import named_steps
 from ckptstore.host import background_threads
 from ckptstore.host.buffers import Staging
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.requests import Outcome
 from ckptstore.log.term import Term
@@ -35,7 +35,7 @@ from ckptstore.write.commits import Commits
 from ckptstore.write.delta_encoding import Fed
 from ckptstore.write.deltas import Deltas
 from ckptstore.write.policy.orders import Order
-from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.saves.ledger import Labels, Saves
 from ckptstore.write.space_advice import tell_what_holds_space
 from ckptstore.write.stage import Copies, Stage
@@ -55,7 +55,7 @@ class Made:
     """
 
     entry: CheckpointEntry
-    change: Change
+    change: CatalogChange
     segments: tuple[str, ...]
 
 
@@ -94,7 +94,7 @@ class Committer(Commits):
         self._later = later
         self._deadline: Callable[[], None] | None = None  # cancels the deadline
 
-    def store(self, job: Job, stage: Stage, progress: Progress | None = None) -> bool:
+    def store(self, job: SaveJob, stage: Stage, progress: Progress | None = None) -> bool:
         """Store a state as a full, a delta or a step diff -> whether `stage.snapshot` stays in memory as a base.
 
         A step diff may wait for its batch, unless the call that saves it waits until it is durable.
@@ -111,7 +111,7 @@ class Committer(Commits):
             self.flush()
         return kept
 
-    def _store_delta(self, job: Job, stage: Stage, progress: Progress | None) -> bool:
+    def _store_delta(self, job: SaveJob, stage: Stage, progress: Progress | None) -> bool:
         try:
             info, kept = self._commit(job, stage.flat, stage.snapshot, progress, stage.feed)
         except BaseException:
@@ -121,7 +121,7 @@ class Committer(Commits):
         job.done.set_result(info)
         return kept and stage.snapshot is not None  # a fed state lies in memory of the deltas
 
-    def _store_copied(self, job: Job, stage: Stage, progress: Progress | None) -> bool:
+    def _store_copied(self, job: SaveJob, stage: Stage, progress: Progress | None) -> bool:
         """Copy a step from training's own tensors and store it: the next step is compressed against the copy."""
         snapshot = self._snapshots.copy(stage.flat, self._deltas.workers.pool)
         copies, kept = Copies(snapshot), False
@@ -133,7 +133,7 @@ class Committer(Commits):
             copies.let_go(kept=kept)
         return False
 
-    def _store_step(self, job: Job, stage: Stage, progress: Progress | None) -> bool:
+    def _store_step(self, job: SaveJob, stage: Stage, progress: Progress | None) -> bool:
         # An exception of `progress` stops the save: so call it before anything is written.
         Tally(progress, stage.flat.nbytes).advance(stage.flat.nbytes)
         if job.interrupted:
@@ -144,7 +144,7 @@ class Committer(Commits):
         self._add_fed(stage.feed, stage.updates, job)
         return False
 
-    def _add(self, snapshot: Snapshot, updates: Sequence[Update], job: Job) -> bool:
+    def _add(self, snapshot: Snapshot, updates: Sequence[Update], job: SaveJob) -> bool:
         """Compress a step, or store a full if one is due -> True: `snapshot` stays in memory."""
         diffs = self._in_order(job)
         order = diffs.order(self.log.catalog.restorable, job.step)
@@ -156,7 +156,7 @@ class Committer(Commits):
         self.flush_in_time()
         return self._add_full(snapshot, job)
 
-    def _in_order(self, job: Job) -> Diffs:
+    def _in_order(self, job: SaveJob) -> Diffs:
         """The step diffs of the term, ready to append the one of `job`."""
         assert self._diffs is not None
         if self.ended is not None:
@@ -165,7 +165,7 @@ class Committer(Commits):
             self.flush_in_time()  # the steps of a segment ascend
         return self._diffs
 
-    def _add_full(self, snapshot: Snapshot, job: Job) -> bool:
+    def _add_full(self, snapshot: Snapshot, job: SaveJob) -> bool:
         """Store a full that step diffs build on -> True: `snapshot` stays in memory."""
         assert self._diffs is not None
         began = time.monotonic()
@@ -181,7 +181,7 @@ class Committer(Commits):
         self._diffs.begin(CheckpointId(self.log.number, job.step, info.state), base, info.stored, seconds)
         return True
 
-    def _add_fed(self, feed: Feed, updates: Sequence[Update], job: Job) -> None:
+    def _add_fed(self, feed: Feed, updates: Sequence[Update], job: SaveJob) -> None:
         """As `_add`, for a step that arrives unit by unit: it replaces the previous step in memory."""
         diffs = self._in_order(job)
         order = diffs.order(self.log.catalog.restorable, job.step)
@@ -203,7 +203,7 @@ class Committer(Commits):
         if full or not self._wait_at_most(diffs.options.seconds):
             self.flush_in_time()
 
-    def _add_fed_full(self, snapshot: Snapshot, job: Job) -> None:
+    def _add_fed_full(self, snapshot: Snapshot, job: SaveJob) -> None:
         try:
             self._add_full(snapshot, job)
         except BaseException:
@@ -211,13 +211,13 @@ class Committer(Commits):
                 snapshot.free()
             raise
 
-    def _stream(self, fed: Fed, updates: Sequence[Update], job: Job) -> CheckpointInfo:
+    def _stream(self, fed: Fed, updates: Sequence[Update], job: SaveJob) -> CheckpointInfo:
         """Write and commit a step diff as it is compressed."""
         assert self._diffs is not None
         begun: list[str] = []
         try:
             written = self._diffs.stream(self._session(begun, None), fed, updates, job)
-            self.commit(Change(written.segments, written.checkpoints, written.encodings, tags=written.tags))
+            self.commit(CatalogChange(written.segments, written.checkpoints, written.encodings, tags=written.tags))
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):
                 self._abandoned.extend(begun)
@@ -258,7 +258,7 @@ class Committer(Commits):
             if self.ended is not None:
                 raise self.ended
             written = self._diffs.write(self._session(begun, None))
-            self.commit(Change(written.segments, written.checkpoints, written.encodings, tags=written.tags))
+            self.commit(CatalogChange(written.segments, written.checkpoints, written.encodings, tags=written.tags))
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):
                 self._abandoned.extend(begun)
@@ -296,11 +296,11 @@ class Committer(Commits):
             self.flush()
         self.unname(name)
 
-    def fail(self, job: Job, error: BaseException, *, told: bool = False) -> None:
+    def fail(self, job: SaveJob, error: BaseException, *, told: bool = False) -> None:
         """Fail the save of a step. Does nothing if it was given up or is durable.
 
         Args:
-            told: as for `Job.fail`.
+            told: as for `SaveJob.fail`.
         """
         if job.done.done() or not job.take():
             return
@@ -315,7 +315,7 @@ class Committer(Commits):
         """Add to the error of a full medium how much space retired checkpoints take."""
         tell_what_holds_space(error, lambda: self.log.catalog, self.log.journal.backend)
 
-    def take_in(self, term: int, change: Change) -> Outcome:
+    def take_in(self, term: int, change: CatalogChange) -> Outcome:
         """Commit a change that was made for `term` beside the saves -> the outcome."""
         if self.ended is not None:
             raise self.ended
@@ -367,7 +367,9 @@ class Committer(Commits):
         if self._diffs is not None and self._diffs.options.waits:
             self.note_end()
 
-    def make(self, flat: FlatState, job: Job, *, writers: ThreadPoolExecutor, progress: Progress | None = None) -> Made:
+    def make(
+        self, flat: FlatState, job: SaveJob, *, writers: ThreadPoolExecutor, progress: Progress | None = None
+    ) -> Made:
         """Write a full and make it durable. Any threads may do so at once, but only if no deltas are made.
 
         Args:
@@ -376,7 +378,7 @@ class Committer(Commits):
         """
         return self._write(flat, job, writers, progress)[0]
 
-    def publish(self, made: Made, job: Job) -> CheckpointInfo:
+    def publish(self, made: Made, job: SaveJob) -> CheckpointInfo:
         """Commit the checkpoint that was made of a job.
 
         Raises:
@@ -397,7 +399,7 @@ class Committer(Commits):
 
     def _commit(
         self,
-        job: Job,
+        job: SaveJob,
         flat: FlatState,
         snapshot: Snapshot | None,
         progress: Progress | None = None,
@@ -412,7 +414,7 @@ class Committer(Commits):
     def _write(
         self,
         flat: FlatState,
-        job: Job,
+        job: SaveJob,
         writers: ThreadPoolExecutor,
         progress: Progress | None,
         feed: Feed | None = None,
@@ -432,7 +434,7 @@ class Committer(Commits):
             entry = CheckpointEntry(self.log.number, step, written.state, moment, tensors, nbytes, labels.extra)
             encoding = self._deltas.encoding(written, entry.node, order)
             tags = dict.fromkeys(labels.tags, entry.node)
-            change = Change(written.segments, (entry,), (encoding,), tags=tags)
+            change = CatalogChange(written.segments, (entry,), (encoding,), tags=tags)
             return Made(entry, change, tuple(begun)), order, written.stored
         except BaseException:
             self._abandoned.extend(begun)  # the next commit drops them, so that gc may remove what is left

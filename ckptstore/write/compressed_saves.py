@@ -17,7 +17,7 @@ from ckptstore.write.capture.bounded_capture import Feeding
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.committer import Committer
 from ckptstore.write.save_path import SavePath
-from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.stage import Bounded, Copies, InPlace, Stage
 from ckptstore.write.steps.updates import (
     Explaining,
@@ -70,7 +70,7 @@ class CompressedSaves(SavePath):
         self._tend = tend
 
     def save(
-        self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None, progress: Progress | None
+        self, committer: Committer, job: SaveJob, flat: FlatState, updates: Updates | None, progress: Progress | None
     ) -> None:
         """See `SavePath.save`. With a byte budget, the whole state is copied when this returns."""
         found = self._explaining.found(updates, flat)
@@ -79,7 +79,7 @@ class CompressedSaves(SavePath):
         else:
             self.submit(committer, job, InPlace(flat, found), progress)
 
-    def begin(self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None) -> None:
+    def begin(self, committer: Committer, job: SaveJob, flat: FlatState, updates: Updates | None) -> None:
         """See `SavePath.begin`. Raises `UsageError`: the byte budget is too small for a unit."""
         if self.feeding is not None:
             self._feed(self.feeding, committer, job, flat, self._explaining.found(updates, flat), None)
@@ -92,7 +92,7 @@ class CompressedSaves(SavePath):
         self,
         feeding: Feeding,
         committer: Committer,
-        job: Job,
+        job: SaveJob,
         flat: FlatState,
         found: Sequence[Update],
         progress: Progress | None,
@@ -113,7 +113,7 @@ class CompressedSaves(SavePath):
             return (), None
         return with_copies(found, self._snapshots, self._copiers, queued=True)
 
-    def submit(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None = None) -> None:
+    def submit(self, committer: Committer, job: SaveJob, stage: Stage, progress: Progress | None = None) -> None:
         """See `SavePath.submit`: the committer's thread stores the state, and does upkeep of the log after it."""
         self._first = False  # also for a state that another caller has copied
         with self._lock:
@@ -123,7 +123,7 @@ class CompressedSaves(SavePath):
         if self._with_diffs and not isinstance(stage, InPlace):
             job.take()  # Prevents: cancelling a step that belongs to a sum, or that the next is compressed against.
 
-    def _work(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None) -> None:
+    def _work(self, committer: Committer, job: SaveJob, stage: Stage, progress: Progress | None) -> None:
         """Read the state of a job and store it, unless the job was given up. Runs in the committer's thread."""
 
         def store() -> bool:

@@ -22,7 +22,7 @@ from ckptstore.write.capture.unit_copy import StagedMemory
 from ckptstore.write.committer import Committer
 from ckptstore.write.lanes import Lanes
 from ckptstore.write.save_path import SavePath
-from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.stage import Bounded, InPlace, Stage
 from ckptstore.write.steps.updates import Updates
 
@@ -76,13 +76,13 @@ class FullSaves(SavePath):
         self.memory.prepare(flat)
 
     def save(
-        self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None, progress: Progress | None
+        self, committer: Committer, job: SaveJob, flat: FlatState, updates: Updates | None, progress: Progress | None
     ) -> None:
         """See `SavePath.save`."""
         del updates  # fulls need none; the writer has warned of that
         self.submit(committer, job, InPlace(flat), progress)
 
-    def begin(self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None) -> None:
+    def begin(self, committer: Committer, job: SaveJob, flat: FlatState, updates: Updates | None) -> None:
         """See `SavePath.begin`. Raises the error of the copy."""
         del updates
         stage = Bounded(self.memory.copy_of(flat, ended=lambda: committer.ended))
@@ -95,7 +95,7 @@ class FullSaves(SavePath):
                 with self._lock:
                     self._copied.discard(stage)
 
-    def submit(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None = None) -> None:
+    def submit(self, committer: Committer, job: SaveJob, stage: Stage, progress: Progress | None = None) -> None:
         """See `SavePath.submit`: the next free lane writes the state."""
         with self._lock:
             self._check_taking()
@@ -104,7 +104,7 @@ class FullSaves(SavePath):
             )
 
     def _work(
-        self, committer: Committer, job: Job, stage: Stage, progress: Progress | None, writers: ThreadPoolExecutor
+        self, committer: Committer, job: SaveJob, stage: Stage, progress: Progress | None, writers: ThreadPoolExecutor
     ) -> None:
         """Hash and write the state of a job, which may still be copied, and commit it. Runs in a lane."""
 

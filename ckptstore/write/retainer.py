@@ -17,7 +17,7 @@ from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.commit_checks import droppable, pinned
 from ckptstore.formats.history.records import CheckpointId, Node
 from ckptstore.formats.history.retention_rules import RetentionTracker, known
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 
 __all__ = ["Retainer", "short_of_space"]
 
@@ -58,7 +58,7 @@ class Retainer:
         """Examine all checkpoints next time: something other than a save has changed the log, or a commit failed."""
         self._keeping = None
 
-    def joined(self, change: Change) -> Change:
+    def joined(self, change: CatalogChange) -> CatalogChange:
         """A change that adds checkpoints, extended by the retirement of those that it makes superfluous.
 
         Raises:
@@ -73,7 +73,7 @@ class Retainer:
             keeping.add(entry)
         return self._retiring(change, keeping.superfluous(self._catalog(), change.tags, most=_AT_ONCE))
 
-    def rest(self) -> Change | None:
+    def rest(self) -> CatalogChange | None:
         """A change that retires more superfluous checkpoints: at most one record, as a save may wait for this thread.
 
         Raises:
@@ -82,7 +82,7 @@ class Retainer:
         keeping = self._current()
         if keeping is None:
             return None
-        change = self._retiring(Change(), keeping.superfluous(self._catalog(), most=_AT_ONCE))
+        change = self._retiring(CatalogChange(), keeping.superfluous(self._catalog(), most=_AT_ONCE))
         return change if change.retires else None
 
     def committed(self) -> None:
@@ -136,7 +136,7 @@ class Retainer:
         """Whether there is a tracker of the catalog's rules, which are known then."""
         return self._keeping is not None and self._keeping.rules == catalog.keep
 
-    def _retiring(self, change: Change, superfluous: Sequence[Node]) -> Change:
+    def _retiring(self, change: CatalogChange, superfluous: Sequence[Node]) -> CatalogChange:
         catalog = self._catalog()
         # A checkpoint that this change adds is committed first; the next change may retire it.
         gone = [node for node in superfluous if node in catalog.checkpoints and self.settled(node)]

@@ -21,7 +21,7 @@ from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.capture.layerwise_save import LayeredSave, checked_layers
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.committer import Committer
-from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.saves.ledger import Labels, PendingSave
 from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Update, Updates
@@ -173,11 +173,11 @@ class SaveCalls(WriterRuntime):
         *,
         scope: Scope | None = None,
         began: float | None = None,
-    ) -> tuple[Committer, Job, FlatState]:
+    ) -> tuple[Committer, SaveJob, FlatState]:
         """Check every argument before a byte is written -> the committer of the save's term, the save, and its state.
 
         Args:
-            scope: as for `Job`.
+            scope: as for `SaveJob`.
             began: when training began to wait, on the monotonic clock; None: now.
         """
         began = time.monotonic() if began is None else began
@@ -186,7 +186,9 @@ class SaveCalls(WriterRuntime):
         job.begin(self._meter.begin(flat, step, began))
         return committer, job, flat
 
-    def _admitted(self, state: Any, step: int, labels: Labels, scope: Scope | None) -> tuple[Committer, Job, FlatState]:
+    def _admitted(
+        self, state: Any, step: int, labels: Labels, scope: Scope | None
+    ) -> tuple[Committer, SaveJob, FlatState]:
         self._check_open()
         if self._begun is not None:
             self._begun.settle()
@@ -203,16 +205,16 @@ class SaveCalls(WriterRuntime):
             self._lose_step(committer)
             raise
         saves.take(step)
-        return committer, Job(saves, step, labels, scope), flat
+        return committer, SaveJob(saves, step, labels, scope), flat
 
-    def _enter(self, job: Job) -> float:
+    def _enter(self, job: SaveJob) -> float:
         """Wait for a place in flight -> the seconds waited. Raises the error of an earlier save."""
         place, waited = self._places.take()
         job.enter(place)
         return waited
 
     @contextmanager
-    def _given(self, job: Job) -> Iterator[None]:
+    def _given(self, job: SaveJob) -> Iterator[None]:
         """Begin a save within this ``with``. If that fails, the save is given up, unless its commit has begun."""
         try:
             yield
@@ -229,7 +231,7 @@ class SaveCalls(WriterRuntime):
             with contextlib.suppress(WriterClosedError, RuntimeError):  # then nothing more is summed
                 self._submit(committer.lose_step)
 
-    def _pending(self, committer: Committer, job: Job) -> PendingSave:
+    def _pending(self, committer: Committer, job: SaveJob) -> PendingSave:
         def hurry() -> None:
             if self._options.diffs is not None:
                 with contextlib.suppress(WriterClosedError, RuntimeError):  # `close` flushes; the interpreter is ending

@@ -12,7 +12,7 @@ from ckptstore.formats.states.state import FlatState
 from ckptstore.host.progress import Progress
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.committer import Committer
-from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.stage import Copies, Stage
 from ckptstore.write.steps.updates import Update, Updates
 
@@ -44,25 +44,25 @@ class SavePath(ABC):
 
     @abstractmethod
     def save(
-        self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None, progress: Progress | None
+        self, committer: Committer, job: SaveJob, flat: FlatState, updates: Updates | None, progress: Progress | None
     ) -> None:
         """Begin to make training's own tensors durable. They may change once the job is done or interrupted."""
 
     @abstractmethod
-    def begin(self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None) -> None:
+    def begin(self, committer: Committer, job: SaveJob, flat: FlatState, updates: Updates | None) -> None:
         """Copy a state, and have it made durable in the background. When this returns, training continues."""
 
-    def adopt(self, committer: Committer, job: Job, copies: Copies) -> None:
+    def adopt(self, committer: Committer, job: SaveJob, copies: Copies) -> None:
         """Have a state made durable that the caller has copied. Its memory is freed then, also if this raises."""
         with copies.given(job):
             self.submit(committer, job, copies)
 
     @abstractmethod
-    def submit(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None = None) -> None:
+    def submit(self, committer: Committer, job: SaveJob, stage: Stage, progress: Progress | None = None) -> None:
         """Give a state to the thread that stores it. Raises the error with which this ended."""
 
     @staticmethod
-    def _store(committer: Committer, job: Job, stage: Stage, store: Callable[[], bool]) -> bool:
+    def _store(committer: Committer, job: SaveJob, stage: Stage, store: Callable[[], bool]) -> bool:
         """Store the state of a job that has started, and free it. Runs in the thread that stores.
 
         Args:

@@ -9,7 +9,7 @@ from ckptstore.formats.states.state import FlatState
 from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.capture.unit_copy import UnitCopy
-from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["Bounded", "Copies", "InPlace", "Stage"]
@@ -46,7 +46,7 @@ class Stage:
     def let_go(self, *, kept: bool = False) -> None:
         """Free the memory of the state, which nothing reads any more, but not that of the snapshot if it is `kept`."""
 
-    def belongs_to(self, job: Job) -> None:
+    def belongs_to(self, job: SaveJob) -> None:
         """Have the state freed if `job` is given up before another thread starts it.
 
         Prevents: a leak of the memory of a save that was cancelled, or that could not be submitted.
@@ -62,7 +62,7 @@ class Stage:
         job.stops_with(stopped)
 
     @contextmanager
-    def given(self, job: Job) -> Iterator[None]:
+    def given(self, job: SaveJob) -> Iterator[None]:
         """Pass the state to another thread for `job`, to which it belongs from now on.
 
         If this ``with`` raises, the job is given up, or another thread has ended it.
@@ -116,7 +116,7 @@ class Bounded(Stage):
         self.feed = copy if isinstance(copy, Feed) else None
         self._copy = copy
 
-    def run(self, job: Job, begin: Callable[[], None]) -> None:
+    def run(self, job: SaveJob, begin: Callable[[], None]) -> None:
         """Copy the state, which is `given` for the job. See `UnitCopy.run`."""
         job.measured.waited += self._copy.run(begin)
 

@@ -21,7 +21,7 @@ from ckptstore.host.background_threads import Periodic
 from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.threads import WORTH_THREADS, SleepingPool, started_pool
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.journal import Journal
 from ckptstore.log.requests import Outcome
@@ -268,7 +268,7 @@ class WriterRuntime(Writer):
         """Whether a save is in flight; saves that only wait for their batch do not count."""
         return self._begun is not None or self._meter.under_way > self._committer.waiting
 
-    def commit_beside(self, term: int, change: Change) -> Outcome:
+    def commit_beside(self, term: int, change: CatalogChange) -> Outcome:
         """Commit, between two saves, a change made for `term` in this process. Raises as `Committer.take_in`."""
         committer = self._committer
         return self._submit(lambda: committer.take_in(term, change)).result()

@@ -19,7 +19,7 @@ from ckptstore.cli.text_wrap import say_all
 
 if TYPE_CHECKING:
     from ckptstore.tuning import Configuration, Job, Model
-    from ckptstore.tuning.job_profile import Measurement
+    from ckptstore.tuning.job_profile import JobMeasurement
     from ckptstore.tuning.wasted_time import Recovery
 
 
@@ -121,7 +121,7 @@ command.add_command(_wasted_time)
 
 
 def _job(
-    given: dict[str, float | None], measured: Measurement | None, paper: bool, recovery: Recovery
+    given: dict[str, float | None], measured: JobMeasurement | None, paper: bool, recovery: Recovery
 ) -> tuple[Job, dict[str, str]]:
     """Return the job, and the source of each of its numbers."""
     from ckptstore.tuning import Job

@@ -129,7 +129,7 @@ def _limits(asked: Mapping[str, Any], free: int) -> Limits:
 def _profiled(place: Any, state: Any, whole: int, limits: Limits, asked: Mapping[str, Any]) -> Profile:
     """Measure as many N as the limits allow, with a part of the state."""
     from ckptstore.tuning.save_interval import Setting, fits, most_in_flight, writer_memory
-    from ckptstore.tuning.trial_saves import Plan, profile
+    from ckptstore.tuning.trial_saves import TrialPlan, profile
 
     most = min(asked["in_flight"], most_in_flight(whole, _STAGING[0], limits))
     staging = [one for one in _STAGING if fits(Setting(1, 1, one), limits, whole)]
@@ -143,7 +143,7 @@ def _profiled(place: Any, state: Any, whole: int, limits: Limits, asked: Mapping
     _check_probe(whole, saved, memory(Setting(1, 1, staging[-1])))
     if most < asked["in_flight"]:
         note(f"memory or space allow only {most} saves in flight of the {asked['in_flight']} to try")
-    plan = Plan(most, range(1, asked["threads"] + 1), staging, asked["saves"], limits.slowdown, memory)
+    plan = TrialPlan(most, range(1, asked["threads"] + 1), staging, asked["saves"], limits.slowdown, memory)
     with progress("saving") as advance:
         return profile(place, state, plan, advance)
 

@@ -18,7 +18,7 @@ import zstandard
 
 import ckptstore
 from ckptstore.analysis import Analysis, Options, analyze, document
-from ckptstore.analysis.measurement import Measurement
+from ckptstore.analysis.measurement import MethodMeasurement
 from ckptstore.analysis.sentences import what_to_do
 from ckptstore.errors import CheckpointNotFoundError, UsageError
 from ckptstore.formats import codecs
@@ -44,7 +44,7 @@ def group_of(found: Analysis, kind: str, dtype: str = "F32") -> int:
     return next(n for n, group in enumerate(found.groups) if (group.kind, group.dtype) == (kind, dtype))
 
 
-def one(found: Analysis, kind: str, method: str, index: int, base: int | None = None) -> Measurement:
+def one(found: Analysis, kind: str, method: str, index: int, base: int | None = None) -> MethodMeasurement:
     number = group_of(found, kind)
     cells = [cell for cell in found.measurements if (cell.group, cell.method) == (number, method)]
     (cell,) = [cell for cell in cells if (cell.index, cell.base) == (index, base)]

@@ -12,7 +12,7 @@ import ckptstore
 from ckptstore.formats.history.commit_checks import droppable
 from ckptstore.formats.history.records import pin_key
 from ckptstore.log import requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.pins import Pin
 from ckptstore.maintenance import garbage_collection
 from tests.cli.conftest import Run, assert_documented, documented, state
@@ -24,7 +24,7 @@ def litter(run: Path) -> Path:
     store = ckptstore.open(run)
     with store.writer(poll_seconds=None) as writer:
         drops = droppable(store.view().catalog, [(1, 4)])
-        requests.post(store.journal, writer.term, "test", Change(drops=tuple(drops), retires=((1, 4),)))
+        requests.post(store.journal, writer.term, "test", CatalogChange(drops=tuple(drops), retires=((1, 4),)))
         writer.poll()
         (segment,) = drops
     return Path(f"seg/0000000001/{segment}.safetensors")

@@ -20,7 +20,7 @@ from ckptstore.errors import KeyNotFoundError
 from ckptstore.formats.history.record_text import encode_format, seal, torn
 from ckptstore.formats.history.records import FORMAT_KEY, FormatFile, segment_key, slot_key, slot_of
 from ckptstore.log import fold_writer, partial_objects
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.log_reader import Patience, damaged_folds
 from ckptstore.log.log_watch import LogWatch
 from ckptstore.log.partial_objects import LONGEST, read_when_complete
@@ -196,7 +196,7 @@ def test_requests_on_their_way_are_waited_for_and_not_refused(make: Maker) -> No
     store = watched(make("run"), reveal)
     term = open_term(store.journal, None)
     for lengths in ([0], [30], [0, 9, 60]):
-        request = post(plain.journal, term.number, "a test", Change(keep=("last:3",)))
+        request = post(plain.journal, term.number, "a test", CatalogChange(keep=("last:3",)))
         reveal.begin(request.key, lengths)
         assert store.verify().ok
         reveal.begin(request.key, lengths)

@@ -13,7 +13,7 @@ from ckptstore.errors import FencedError, UsageError
 from ckptstore.formats.history.record_text import encode_request
 from ckptstore.formats.history.records import CheckpointId, Encoding, Request, SegmentEntry
 from ckptstore.log import requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term, read
 from tests.log.log_world import HASTE, World, save, scripted, segments_of
@@ -43,7 +43,7 @@ class Setting:
 
     def post(self, term: int = 1, **changes: Any) -> Request:
         plain = {name: value if isinstance(value, dict) else tuple(value) for name, value in changes.items()}
-        return requests.post(self.world.journal, term, "a test", Change(**plain))
+        return requests.post(self.world.journal, term, "a test", CatalogChange(**plain))
 
     def outcome(self, request: Request) -> requests.Outcome:
         return requests.wait(self.world.journal, request, timeout=0)
@@ -80,7 +80,11 @@ def test_retirement_and_tags(here: Setting) -> None:
 
 def test_changes_reserved_for_writers_are_not_requested(here: Setting) -> None:
     entry = here.term.catalog.checkpoints[here.last.node]
-    for change in (Change(checkpoints=(entry,)), Change(requests={"0" * 32: None}), Change(extra={"closed": True})):
+    for change in (
+        CatalogChange(checkpoints=(entry,)),
+        CatalogChange(requests={"0" * 32: None}),
+        CatalogChange(extra={"closed": True}),
+    ):
         with pytest.raises(UsageError, match="committed by a writer alone"):
             requests.post(here.world.journal, 1, "add a checkpoint", change)
     assert here.world.list("req/") == []
@@ -242,7 +246,7 @@ def test_an_answer_of_an_earlier_term_is_found_by_its_effect(here: Setting) -> N
 
 def test_a_lost_answer_to_the_post_does_no_harm(here: Setting) -> None:
     backend = scripted(here.world, ["duplicate"], prefix="req/")
-    request = requests.post(Journal(backend, here.world.fmt), 1, "twice", Change(tags={"best": here.last.node}))
+    request = requests.post(Journal(backend, here.world.fmt), 1, "twice", CatalogChange(tags={"best": here.last.node}))
     requests.handle(here.term)
     here.world.deliver(0)
     requests.handle(here.term)

@@ -29,7 +29,7 @@ from ckptstore.errors import (
 )
 from ckptstore.formats.segment_files.segment import SegmentDoc
 from ckptstore.log import requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.change_committer import TakeOver
 from ckptstore.log.journal import Journal
 from ckptstore.maintenance.garbage_collection import collect
@@ -179,7 +179,7 @@ def test_two_changes_may_be_answered_by_halves(store: Store, states: list[dict[s
     with store.writer(poll_seconds=None) as writer, pytest.MonkeyPatch.context() as patch:
         post = requests.post
 
-        def posted(journal: Journal, term: int, what: str, change: Change) -> Any:
+        def posted(journal: Journal, term: int, what: str, change: CatalogChange) -> Any:
             request = post(journal, term, what, change)
             if answers and change.segments:
                 writer.poll()
@@ -307,7 +307,7 @@ def test_a_retired_base_in_the_range_serves_those_outside(tmp_path: Path, states
 def test_a_base_that_is_retired_already_serves_the_new_delta(store: Store, states: list[dict[str, Any]]) -> None:
     """2@1 is no longer promised, and only the range builds on it."""
     with store.writer(poll_seconds=None) as writer:
-        requests.post(store.journal, writer.term, "test", Change(retires=((1, 2),)))
+        requests.post(store.journal, writer.term, "test", CatalogChange(retires=((1, 2),)))
         writer.poll()
     done = owned(store, "3@1..7@1")
     assert done.method == "materialized"

@@ -21,7 +21,7 @@ from ckptstore.formats.history.commit_checks import droppable
 from ckptstore.formats.history.record_text import decode_pin, encode_pin
 from ckptstore.formats.history.records import Node, pin_key, segment_key
 from ckptstore.log import requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import Pin, PinWatch
 from ckptstore.maintenance.garbage_collection import Collected, collect, collect_patiently
@@ -74,7 +74,7 @@ def state(step: int) -> dict[str, Any]:
 def retire(store: Store, *nodes: Node) -> None:
     with store.writer(poll_seconds=None) as writer:
         drops = droppable(store.view().catalog, nodes)
-        requests.post(store.journal, writer.term, "test", Change(drops=tuple(drops), retires=tuple(nodes)))
+        requests.post(store.journal, writer.term, "test", CatalogChange(drops=tuple(drops), retires=tuple(nodes)))
         writer.poll()
 
 

@@ -19,7 +19,7 @@ import ckptstore
 from ckptstore.cli.main import cli
 from ckptstore.formats.history.records import pin_key, segment_key
 from ckptstore.log import partial_objects, requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.pins import Pin
 from ckptstore.store import Store
 from tools.objects.server import Server
@@ -90,7 +90,9 @@ def test_the_store_is_whole_and_everything_works_beside_it(place: tuple[Store, P
     assert segment_key(1, "e" * 32) in store.gc().segments
     with store.writer(poll_seconds=None) as writer:
         writer.save({"a": np.arange(300.0)}, step=9)
-        request = requests.post(store.journal, writer.term, "a test", Change((), tags={"best": (writer.term, 9)}))
+        request = requests.post(
+            store.journal, writer.term, "a test", CatalogChange((), tags={"best": (writer.term, 9)})
+        )
         writer.poll()
     assert request.id in store.view().catalog.requests
     assert store.load(9)["a"][7] == 7

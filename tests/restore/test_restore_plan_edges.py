@@ -10,7 +10,7 @@ from ckptstore.errors import CheckpointNotFoundError, CorruptionError
 from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, Encoding, Request, SegmentEntry
 from ckptstore.log import refs, requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import open_term
 from ckptstore.restore.restore_plan import Rates as WorkRates
@@ -117,8 +117,8 @@ def test_an_acceptance_is_settled_before_it_is_told_and_nothing_else_is() -> Non
         return "ok"
 
     backend = FaultyBackend(world, fate)  # type: ignore[arg-type]
-    good = requests.post(world.journal, 1, "a tag", Change(tags={"a": done.node}))
-    bad = requests.post(world.journal, 1, "a tag", Change(tags={"b": (1, 99)}))
+    good = requests.post(world.journal, 1, "a tag", CatalogChange(tags={"a": done.node}))
+    bad = requests.post(world.journal, 1, "a tag", CatalogChange(tags={"b": (1, 99)}))
     assert requests.wait(Journal(backend, world.fmt), good, timeout=0).answer == "waiting"
     assert "settle log/" not in asked
     assert requests.handle(term) == 2

@@ -15,7 +15,7 @@ from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.errors import CommitUnknownError, StorageError
 from ckptstore.formats.history import record_text
 from ckptstore.log import requests, term
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.log.term import open_term
@@ -193,7 +193,7 @@ def test_a_request_is_reported_accepted_only_when_that_is_durable() -> None:
     term = open_term(Journal(LocalBackend("/store", mortal)), None)
     assert term.number == term_number + 1
     request = requests.post(
-        Journal(backend, store.format), term.number, "a tag", Change(tags={"good": (term_number, 1)})
+        Journal(backend, store.format), term.number, "a tag", CatalogChange(tags={"good": (term_number, 1)})
     )
     mortal.lives(1, LINKS)
     with pytest.raises(Killed):

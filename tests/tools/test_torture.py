@@ -11,7 +11,7 @@ import pytest
 
 from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.backends.local_disk.posix import Posix
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.store import Store
 from tools.crash import torture, torture_actors
 from tools.crash.faults import FaultyPosix
@@ -92,7 +92,7 @@ def test_a_reader_notices_a_collector_that_ignores_pins(stage: Stage, monkeypatc
             node = (first.term, first.step)
             drops = torture_actors.droppable(view.catalog, [node])
             torture_actors.requests.post(
-                store.journal, writer.term, "test", Change(drops=tuple(drops), retires=(node,))
+                store.journal, writer.term, "test", CatalogChange(drops=tuple(drops), retires=(node,))
             )
             writer.poll()
         collector(stage)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ckptstore
 from ckptstore.errors import CheckpointNotFoundError, StorageError, StoreNotFoundError, UsageError
 from ckptstore.tuning.trial_folder import existing_store, scratch
-from ckptstore.tuning.trial_saves import Plan, lengths_like, lengths_of, profile, trial_state
+from ckptstore.tuning.trial_saves import TrialPlan, lengths_like, lengths_of, profile, trial_state
 
 MIB = 1 << 20
 
@@ -81,7 +81,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), scratch(str(tmp_path / "run")) as place:
-        profile(place, trial_state([MIB], MIB), Plan(2, range(1, 3), (64 << 20,), 2), interrupt)
+        profile(place, trial_state([MIB], MIB), TrialPlan(2, range(1, 3), (64 << 20,), 2), interrupt)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -91,13 +91,13 @@ def test_too_little_space_is_reported_before_anything_is_written(
     with scratch(str(tmp_path / "run")) as place:
         monkeypatch.setattr("ckptstore.tuning.trial_folder.Scratch.free", lambda _self: 5 * MIB)
         with pytest.raises(StorageError, match=f"trial saves take {6 * MIB} bytes, {5 * MIB} are free"):
-            profile(place, trial_state([2 * MIB], 2 * MIB), Plan(1, range(1, 2), (64 << 20,), 2))
+            profile(place, trial_state([2 * MIB], 2 * MIB), TrialPlan(1, range(1, 2), (64 << 20,), 2))
         assert list(place.folder.iterdir()) == []
 
 
 def test_a_profile_measures_real_saves(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    plan = Plan(2, range(1, 3), (64 << 20, 128 << 20), 2)
+    plan = TrialPlan(2, range(1, 3), (64 << 20, 128 << 20), 2)
     with scratch(str(tmp_path / "run")) as place:
         found = profile(place, trial_state([MIB, 5 * MIB], 100 * MIB), plan, lambda *both: told.append(both))
         assert list(place.folder.iterdir()) == []

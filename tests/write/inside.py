@@ -21,7 +21,7 @@ from ckptstore.write.compressed_saves import CompressedSaves
 from ckptstore.write.full_saves import FullSaves
 from ckptstore.write.ranks.rank_writer import RankWriter
 from ckptstore.write.resident_bases import MemoryBase
-from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.job import SaveJob
 
 __all__ = [
     "bases",
@@ -133,17 +133,17 @@ def bases(writer: ckptstore.Writer) -> list[MemoryBase | StoredBase]:
 def interrupt_waits_of_save(patch: pytest.MonkeyPatch, known: threading.Event) -> None:
     """Interrupt every `Writer.save` while it waits, and set `known` once its job knows.
 
-    Names: `Job.result`, `Job.wait_over`. A real signal hits the same line; nothing outside shows when the job has noted
-    it, and anything written before that may be committed rightly.
+    Names: `SaveJob.result`, `SaveJob.wait_over`. A real signal hits the same line; nothing outside shows when the
+    job noted it, and anything written before that may be committed rightly.
     """
-    wait_over = Job.wait_over
+    wait_over = SaveJob.wait_over
 
-    def knows(job: Job, _timeout: float | None = None) -> bool:
+    def knows(job: SaveJob, _timeout: float | None = None) -> bool:
         known.set()
         return wait_over(job, 60)
 
-    patch.setattr(Job, "result", _interrupted)
-    patch.setattr(Job, "wait_over", knows)
+    patch.setattr(SaveJob, "result", _interrupted)
+    patch.setattr(SaveJob, "wait_over", knows)
 
 
 def copies_late(
@@ -169,16 +169,16 @@ def copies_late(
 def interrupt_after_submit(patch: pytest.MonkeyPatch, when: Callable[[], object]) -> None:
     """Interrupt every wait of `Writer.save` as soon as `when` has returned.
 
-    Names: `Job.result`, `Job.wait_over`. Two Ctrl-C in a row; the second falls into the wait that the first one begins,
-    a moment that a signal from outside does not hit reliably.
+    Names: `SaveJob.result`, `SaveJob.wait_over`. Two Ctrl-C in a row; the second falls into the wait that the first
+    one begins, a moment that a signal from outside does not hit reliably.
     """
 
-    def interrupted(_job: Job, _timeout: float | None = None) -> Any:
+    def interrupted(_job: SaveJob, _timeout: float | None = None) -> Any:
         when()
         raise KeyboardInterrupt
 
-    patch.setattr(Job, "result", interrupted)
-    patch.setattr(Job, "wait_over", interrupted)
+    patch.setattr(SaveJob, "result", interrupted)
+    patch.setattr(SaveJob, "wait_over", interrupted)
 
 
 def interrupt_before_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:

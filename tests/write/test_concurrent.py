@@ -16,7 +16,7 @@ import ckptstore
 from ckptstore import SaveMetrics
 from ckptstore.host.arenas import LEAST
 from ckptstore.log import requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.store import Store
 from tests.write.medium import MIB, Medium, check, weights
 
@@ -155,7 +155,9 @@ class TestTogether:
             first = writer.save(weights(1), 1)
             writer.wait()
             for step, save in ((2, writer.save), (3, writer.save_async)):
-                asked = requests.post(store.journal, writer.term, "tag", Change(tags={f"t{step}": (first.term, 1)}))
+                asked = requests.post(
+                    store.journal, writer.term, "tag", CatalogChange(tags={f"t{step}": (first.term, 1)})
+                )
                 save(weights(step), step)
                 writer.wait()
                 assert requests.outcome(store.view().catalog, asked).answer == "accepted"

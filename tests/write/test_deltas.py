@@ -19,7 +19,7 @@ import ckptstore
 from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.write import delta_encoding
 from ckptstore.write.policy.delta_interval import RestoreBound
 from ckptstore.write.policy.delta_options import DeltaOptions
@@ -291,7 +291,7 @@ def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
     with store.writer(deltas=3, poll_seconds=None) as writer:
         first = writer.save(states[0], step=1)
         asked = requests.post(
-            store.journal, writer.term, "retire", Change(retires=((first.term, 1),), drops=first.segments)
+            store.journal, writer.term, "retire", CatalogChange(retires=((first.term, 1),), drops=first.segments)
         )
         writer.wait()
         writer.tag("nothing", 1)
@@ -304,7 +304,7 @@ def test_a_base_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
         nodes = [(first.term, 1), (first.term, 2)]
         tags = {"nothing": None}
         asked = requests.post(
-            store.journal, writer.term, "retire", Change(retires=tuple(nodes), drops=tuple(drops), tags=tags)
+            store.journal, writer.term, "retire", CatalogChange(retires=tuple(nodes), drops=tuple(drops), tags=tags)
         )
         writer.poll()
         assert requests.outcome(store.view().catalog, asked).answer == "accepted"

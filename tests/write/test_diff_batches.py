@@ -14,7 +14,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from tests.store.states import same
 from tests.write.held import hold
 from tests.write.inside import forget_open_writers
@@ -272,7 +272,7 @@ def test_requests_are_answered_with_nothing_waiting(tmp_path: Path) -> None:
         writer.poll()
         catalog = store.view().catalog
         segments = catalog.encodings[1, 1][0].segments
-        asked = requests.post(store.journal, 1, "test", Change(retires=((1, 1),), drops=tuple(segments)))
+        asked = requests.post(store.journal, 1, "test", CatalogChange(retires=((1, 1),), drops=tuple(segments)))
         writer.poll()
         assert last.done()
         found = requests.outcome(store.view().catalog, asked)
@@ -292,7 +292,7 @@ def test_a_step_that_was_retired_is_not_built_on(tmp_path: Path) -> None:
             trainer.train()
             kinds.append(writer.save(trainer.state(), step, updates=trainer.updates()).kind)
             if step == 2:
-                change = Change(retires=((1, 1), (1, 2)), drops=tuple(store.view().catalog.segments))
+                change = CatalogChange(retires=((1, 1), (1, 2)), drops=tuple(store.view().catalog.segments))
                 asked = requests.post(store.journal, 1, "test", change)
                 writer.poll()
                 assert requests.outcome(store.view().catalog, asked).answer == "accepted"

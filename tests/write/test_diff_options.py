@@ -133,7 +133,7 @@ def test_a_sum_does_not_continue_without_a_step_whose_save_raised(
                 elif how == "copy":
                     patched.setattr(SnapshotPool, "placed", failed)
                 else:
-                    patched.setattr(job.Job, "result", failed)
+                    patched.setattr(job.SaveJob, "result", failed)
                 with pytest.raises((ckptstore.UnsupportedStateError, MemoryError, KeyboardInterrupt)):
                     (writer.save if how == "interrupted" else writer.save_async)(state, 4, updates=trainer.updates())
     found = [(info.step, info.kind) for info in store.checkpoints()]

@@ -15,7 +15,7 @@ from ckptstore import DeltaOptions, DiffOptions, RankOptions, Store, agent
 from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.history.records import CheckpointId
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.retainer import Retainer, short_of_space
 from tests.formats.log_strategies import digest
@@ -218,7 +218,7 @@ def test_what_an_earlier_term_retired_and_did_not_drop_is_dropped() -> None:
         builder.apply(record, builder.catalog.next_seq)
     retainer = Retainer(lambda: builder.catalog)
     new = save(4, term=2)
-    more = retainer.joined(Change(new.segments, new.checkpoints, new.encodings))
+    more = retainer.joined(CatalogChange(new.segments, new.checkpoints, new.encodings))
     assert (more.retires, more.drops) == ((), (digest(2),))
     retainer.committed()
-    assert retainer.joined(Change(new.segments, new.checkpoints, new.encodings)).drops == ()
+    assert retainer.joined(CatalogChange(new.segments, new.checkpoints, new.encodings)).drops == ()

@@ -20,7 +20,7 @@ from ckptstore import (
 )
 from ckptstore.formats.states.state import FlatState
 from ckptstore.log import requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.resident_bases import ResidentBases
 from tests.write.inside import rank_base_kinds, rank_bases
@@ -189,7 +189,7 @@ def test_a_later_step_that_fails_takes_no_base_from_the_one_that_is_made(
                 assert ordered.wait(200)
                 with pytest.raises(UnsupportedStateError):
                     writer.save({"model": object()}, 3)
-                change = Change(retires=((1, 1),), drops=store.checkpoint(1).segments)
+                change = CatalogChange(retires=((1, 1),), drops=store.checkpoint(1).segments)
                 request = requests.post(store.journal, 1, "test", change)
                 writer.poll()
                 asked.set()
@@ -226,7 +226,7 @@ def test_after_everything_was_retired_and_dropped_the_next_step_is_a_full(tmp_pa
         with store.writer(group=group, ranks=PATIENT, deltas=4, poll_seconds=0.05) as writer:
             kinds = [writer.save(drifting(group.rank, step), step).kind for step in (1, 2)]
             if group.rank == 0:
-                change = Change(retires=((1, 1), (1, 2)), drops=tuple(store.view().catalog.segments))
+                change = CatalogChange(retires=((1, 1), (1, 2)), drops=tuple(store.view().catalog.segments))
                 asked = requests.post(store.journal, 1, "test", change)
                 assert requests.wait(store.journal, asked, timeout=120).answer == "accepted"
             kinds += [writer.save(drifting(group.rank, step), step).kind for step in (3, 4)]

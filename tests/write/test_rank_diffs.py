@@ -21,7 +21,7 @@ from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.states.state import FlatState, flatten
 from ckptstore.log import requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from ckptstore.write.ranks.shares import holding_of, steady, updates_of
 from tests.store.states import same
@@ -279,7 +279,7 @@ def test_a_base_is_not_retired_before_its_steps_are_committed(
     def passed(name: str) -> None:
         store = ckptstore.open(tmp_path)
         if name == when and not asked and store.latest_step() == 1:
-            change = Change(retires=((1, 1),), drops=store.checkpoint(1).segments)
+            change = CatalogChange(retires=((1, 1),), drops=store.checkpoint(1).segments)
             asked.append(requests.post(store.journal, 1, "test", change))
             time.sleep(0.3)  # the writer looks for requests meanwhile
 

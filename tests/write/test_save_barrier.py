@@ -12,19 +12,19 @@ import pytest
 
 from ckptstore.errors import MissingRankError
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
-from ckptstore.write.ranks.save_barrier import Accord
+from ckptstore.write.ranks.save_barrier import SaveBarrier
 from tests.write.rank_threads import as_ranks
 
 STEPS = 40_000
 """Longer than any agreement takes: it takes as long as the slowest thread."""
 
 
-def together(size: int, work: Callable[[Group, Accord, set[str]], Any], timeout: float = 120.0) -> list[Any]:
+def together(size: int, work: Callable[[Group, SaveBarrier, set[str]], Any], timeout: float = 120.0) -> list[Any]:
     """`work(group, accord, asked)` on each rank; the requests in `asked` go to the rank."""
 
     def one(group: Group) -> object:
         asked: set[str] = set()
-        accord = Accord(group, "run/1/accord", 0, lambda: set(asked), timeout)
+        accord = SaveBarrier(group, "run/1/accord", 0, lambda: set(asked), timeout)
         accord.start()
         try:
             return work(group, accord, asked)
@@ -36,7 +36,7 @@ def together(size: int, work: Callable[[Group, Accord, set[str]], Any], timeout:
 
 @pytest.mark.parametrize("asking", [{0: 5}, {2: 5}, {0: 3, 1: 20}, {0: 7, 1: 7, 2: 7}], ids=str)
 def test_all_do_it_after_the_same_step(asking: dict[int, int]) -> None:
-    def work(group: Group, accord: Accord, asked: set[str]) -> object:
+    def work(group: Group, accord: SaveBarrier, asked: set[str]) -> object:
         draw = random.Random(group.rank)
         for step in range(1, STEPS):
             time.sleep(draw.random() * 0.004 * (1 + group.rank))
@@ -56,7 +56,7 @@ def test_all_do_it_after_the_same_step(asking: dict[int, int]) -> None:
 def test_a_rank_that_waits_for_others_in_its_step_is_no_obstacle() -> None:
     barrier = threading.Barrier(2)
 
-    def work(group: Group, accord: Accord, asked: set[str]) -> object:
+    def work(group: Group, accord: SaveBarrier, asked: set[str]) -> object:
         for step in range(1, STEPS):
             barrier.wait(120)  # like a collective
             if group.rank == 1 and step == 4:
@@ -75,7 +75,7 @@ def test_it_is_agreed_again_and_again_and_letters_do_not_pile_up() -> None:
 
     def one(group: Group) -> object:
         asked: set[str] = set()
-        accord = Accord(group, "run/1/accord", 0, lambda: set(asked), 120.0)
+        accord = SaveBarrier(group, "run/1/accord", 0, lambda: set(asked), 120.0)
         accord.start()
         steps = []
         for step in range(1, STEPS):
@@ -99,7 +99,7 @@ def test_it_is_agreed_again_and_again_and_letters_do_not_pile_up() -> None:
 
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
-    def work(group: Group, accord: Accord, asked: set[str]) -> object:
+    def work(group: Group, accord: SaveBarrier, asked: set[str]) -> object:
         for step in range(1, 60):
             if group.rank == 1 and step == 10:
                 return None
@@ -118,7 +118,7 @@ def test_a_dead_rank_is_waited_for_no_longer_than_the_timeout() -> None:
     def one(group: Group) -> object:
         if group.rank == 1:
             return None  # without a message
-        accord = Accord(group, "run/1/accord", 0, lambda: {"stop"}, 0.5)
+        accord = SaveBarrier(group, "run/1/accord", 0, lambda: {"stop"}, 0.5)
         accord.start()
         for step in range(1, STEPS):
             try:
@@ -138,7 +138,7 @@ def test_a_missing_mailbox_blocks_no_rank() -> None:
 
     def one(group: Group) -> object:
         asked: set[str] = set()
-        accord = Accord(group, "run/1/accord", 0, lambda: set(asked), 120.0)
+        accord = SaveBarrier(group, "run/1/accord", 0, lambda: set(asked), 120.0)
         accord.start()
         for step in range(1, 60):
             if step == 5 and group.rank == 0:

@@ -29,7 +29,7 @@ from ckptstore.formats.history.checkpoint_ref import node_of
 from ckptstore.formats.history.commit_checks import droppable
 from ckptstore.formats.history.records import Node
 from ckptstore.log import fold_writer, requests
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.partial_objects import exists
 from ckptstore.log.pins import PinWatch, UnpinnedWarning, claim
 from ckptstore.maintenance.garbage_collection import collect
@@ -148,7 +148,10 @@ def request(stage: Stage) -> None:
     stage.note(retiring=refs)  # noted before the request: from here on they may be gone
     drops = droppable(view.catalog, retires)
     posted = requests.post(
-        store.journal, view.catalog.term, "torture", Change(drops=tuple(drops), retires=tuple(retires), tags=tags)
+        store.journal,
+        view.catalog.term,
+        "torture",
+        CatalogChange(drops=tuple(drops), retires=tuple(retires), tags=tags),
     )
     answer = requests.wait(store.journal, posted, timeout=5, poll=0.05).answer
     stage.note(**{answer: 1}, **({"retired": refs} if answer == "accepted" else {}))

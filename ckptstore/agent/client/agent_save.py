@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import wait
 
-from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.saves.ledger import Labels, Saves
 
 __all__ = ["AgentSave"]
 
 
-class AgentSave(Job):
+class AgentSave(SaveJob):
     """A save that the agent does or will do. The agent decides whether it is committed, fails or is cancelled."""
 
     def __init__(self, saves: Saves, step: int, labels: Labels, cancel: Callable[[int], bool]) -> None:
@@ -23,7 +23,7 @@ class AgentSave(Job):
         self._ask = cancel
 
     def cancel(self) -> bool:
-        """See `Job.cancel`. If the agent cancelled the save, `done` has its error when this returns."""
+        """See `SaveJob.cancel`. If the agent cancelled the save, `done` has its error when this returns."""
         cancelled = self._ask(self.step)
         if cancelled:
             wait([self.done])  # until the agent's event has arrived

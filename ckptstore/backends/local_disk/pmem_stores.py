@@ -74,7 +74,7 @@ class NonTemporal(Stores):
         """Do nothing: every thread has drained its copies."""
 
 
-class Synced(Stores):
+class MsyncStores(Stores):
     def __init__(self, posix: Posix, why: str) -> None:
         self._posix = posix
         self.text = f"msync: {why}"
@@ -107,4 +107,4 @@ def mapped(posix: Posix, library: Library, descriptor: int, offset: int, size: i
         return memory, NonTemporal(found)
     if found is not None and found.is_pmem(memory):
         return memory, NonTemporal(found, "; no MAP_SYNC here, but PMEM_IS_PMEM_FORCE is set: a test bed")
-    return memory, Synced(posix, "libpmem.so.1 is not installed" if sync else "no MAP_SYNC here")
+    return memory, MsyncStores(posix, "libpmem.so.1 is not installed" if sync else "no MAP_SYNC here")

@@ -21,7 +21,7 @@ from ckptstore.host.bandwidth import Bandwidth
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.option_checks import seconds, whole
 from ckptstore.host.progress import Advance
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.log.requests import Outcome
@@ -205,7 +205,7 @@ class _WriterAuthor:
         self._journal = journal
         self._writer = writer
 
-    def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log record needs no words
+    def commit(self, term: int, what: str, change: CatalogChange) -> Outcome:  # noqa: ARG002  # a log record needs no words
         return self._writer.commit_beside(term, change)
 
     def catalog(self) -> Catalog:

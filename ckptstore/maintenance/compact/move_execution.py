@@ -21,7 +21,7 @@ from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.commit_checks import check_commit, droppable, users
 from ckptstore.formats.history.records import CheckpointEntry, Encoding, Node, SegmentEntry, ref_of
 from ckptstore.host.crash_points import crash_point
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.change_committer import ChangeCommitter
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
@@ -191,7 +191,7 @@ class MoveExecutor:
         others: Sequence[Plan],
         segments: Sequence[SegmentEntry],
         encodings: Sequence[Encoding],
-    ) -> Change:
+    ) -> CatalogChange:
         if move.kind == "drop" and not move.spared:
             drops = droppable(catalog, catalog.held)
         else:
@@ -210,7 +210,7 @@ class MoveExecutor:
             raise UsageError("there is nothing left to free")
         if new >= old and not move.required and move.kind != "merge":
             raise UsageError(f"it would take {new:,} bytes and free {old:,}")
-        change = Change(tuple(segments), encodings=tuple(encodings), drops=drops)
+        change = CatalogChange(tuple(segments), encodings=tuple(encodings), drops=drops)
         check_commit(catalog, change.record(catalog.term))
         return change
 

@@ -21,7 +21,7 @@ from ckptstore.formats.history.records import ref_of
 from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.host.option_checks import seconds
 from ckptstore.host.progress import Progress
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.change_committer import ChangeCommitter, ChangeRequester, TakeOver
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
@@ -147,7 +147,7 @@ def _commit(author: ChangeCommitter, prepared: Prepared, what: str) -> tuple[Ans
         return outcome.answer, "" if outcome.answer == "accepted" else outcome.reason
     catalog = author.catalog()
     retires = tuple(node for node in prepared.later if node in catalog.checkpoints)
-    change = Change(retires=retires, drops=unneeded(catalog, retires, (), ()))
+    change = CatalogChange(retires=retires, drops=unneeded(catalog, retires, (), ()))
     outcome = author.commit(prepared.term, f"{what}: retire what was merged", change)
     if outcome.answer == "accepted":
         return "accepted", ""

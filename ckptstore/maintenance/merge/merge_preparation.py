@@ -11,7 +11,7 @@ from ckptstore.formats.history.commit_checks import check_commit
 from ckptstore.formats.history.records import CheckpointEntry, Encoding, Node
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
 from ckptstore.maintenance.merge.chunk_copies import copied_bytes, copy_encodings, merged_draft
@@ -141,7 +141,7 @@ class MergePreparation(RewriteContext):
 
     def _change(
         self, catalog: Catalog, chosen: MergeSelection, made: MergedSegments
-    ) -> tuple[Change, tuple[Node, ...]]:
+    ) -> tuple[CatalogChange, tuple[Node, ...]]:
         """Return the change, and the checkpoints that only a second change can retire."""
         renewed = {edge.checkpoint for edge in made.encodings}
         # An encoding may only be added for a checkpoint that stays promised in the same change. So a chain's
@@ -149,7 +149,7 @@ class MergePreparation(RewriteContext):
         later = chosen.retired if renewed & set(chosen.retired) else ()
         retires = () if later else chosen.retired
         drops = unneeded(catalog, retires, renewed, made.encodings)
-        return Change(made.segments, encodings=made.encodings, drops=drops, retires=retires), later
+        return CatalogChange(made.segments, encodings=made.encodings, drops=drops, retires=retires), later
 
 
 def _freed(catalog: Catalog, chosen: MergeSelection, added: Sequence[Encoding]) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckptstore.formats.history.records import Encoding, Node, SegmentEntry
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.maintenance.merge.merge_range import MergeSelection
 from ckptstore.maintenance.merge.restore_cost import RestoreCost
 
@@ -54,7 +54,7 @@ class Prepared:
     term: int
     selection: MergeSelection
     made: MergedSegments
-    change: Change
+    change: CatalogChange
     later: tuple[Node, ...]
     dropped: tuple[SegmentEntry, ...]
     before: RestoreCost

@@ -22,7 +22,7 @@ from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.threads import run_all
 from ckptstore.write.capture.layer_copies import Filling, Layer, LayerCopy, memory
 from ckptstore.write.capture.snapshot import Snapshot, copy_jobs
-from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.saves.ledger import Labels, PendingSave
 
 __all__ = ["Awaited", "LayeredSave", "OpenSave", "checked_layers"]
@@ -61,7 +61,7 @@ class OpenSave:
         end: how it ended; empty: it has not ended.
     """
 
-    def __init__(self, save: LayeredSave, job: Job) -> None:
+    def __init__(self, save: LayeredSave, job: SaveJob) -> None:
         self.job = job
         self.end = ""
         self._save = weakref.ref(save)
@@ -114,7 +114,7 @@ class LayeredSave:
 
     def __init__(
         self,
-        job: Job,
+        job: SaveJob,
         flat: FlatState,
         layers: Mapping[str, Sequence[str]],
         snapshot: Snapshot,

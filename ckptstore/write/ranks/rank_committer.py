@@ -16,7 +16,7 @@ from ckptstore.formats.states.rank_trees import rank_count
 from ckptstore.formats.states.state import FlatState
 from ckptstore.host.caller_warnings import DivergedReplicasWarning, warn
 from ckptstore.host.crash_points import crash_point
-from ckptstore.log.change import Change
+from ckptstore.log.change import CatalogChange
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
 from ckptstore.segments.packed_segments import shares, write_stream
@@ -196,7 +196,7 @@ class RankCommitter(Commits):
             lossy=False,
             bytes=sum(one.size for one in segments),
         )
-        self.commit(Change(segments, (entry,), (encoding,), tags=dict.fromkeys(labels.tags, entry.node)))
+        self.commit(CatalogChange(segments, (entry,), (encoding,), tags=dict.fromkeys(labels.tags, entry.node)))
         return describe_checkpoint(self.log.catalog, entry)
 
     # -- steps that are written together
@@ -254,7 +254,7 @@ class RankCommitter(Commits):
             encodings.append(Encoding(entry.node, KIND, one.base, used, lossy=one.lossy, bytes=cost))
             tags |= dict.fromkeys(one.labels.tags, entry.node)
         segments = (first, *(segment for part in parts for segment in part.segments))
-        self.commit(Change(segments, tuple(entries), tuple(encodings), tags=tags))
+        self.commit(CatalogChange(segments, tuple(entries), tuple(encodings), tags=tags))
         return [describe_checkpoint(self.log.catalog, entry) for entry in entries]
 
     def _trees(

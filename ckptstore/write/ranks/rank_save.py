@@ -16,7 +16,7 @@ from ckptstore.write.policy.orders import FULL_ORDER, Order
 from ckptstore.write.ranks.messages.step_messages import Exchange
 from ckptstore.write.ranks.rank_agreement import Agreement
 from ckptstore.write.saves.in_flight import Place
-from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.saves.ledger import Labels, Saves
 from ckptstore.write.steps.step_encoding import EncodedStep
 from ckptstore.write.steps.updates import Update
@@ -43,7 +43,7 @@ class Adopted:
             self.gradients.free()
 
 
-class RankSave(Job):
+class RankSave(SaveJob):
     """A save as one rank sees it: a job that rank 0 orders and commits, and that this rank alone cannot cancel.
 
     Attributes:
@@ -114,7 +114,7 @@ class RankSave(Job):
         return not self.asynchronous or (self.feed is not None and self.feed.told)
 
     def enter(self, place: Place) -> None:
-        """See `Job.enter`. The save leaves when it is durable on all ranks, has failed, or waits for its batch."""
+        """See `SaveJob.enter`. The save leaves when it is durable on all ranks, has failed, or waits for its batch."""
         super().enter(place)
         # Prevents: a kill that costs more than `max_in_flight` saves, because written shares wait for their commit.
         self.done.add_done_callback(lambda _: self.leave())

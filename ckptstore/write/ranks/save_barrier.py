@@ -25,14 +25,14 @@ from ckptstore.host.background_threads import Periodic
 from ckptstore.write.ranks.messages.key_value_store import Group, ReplyDeadline, fetch, post, withdraw
 from ckptstore.write.ranks.messages.rank_messages import pack, unpack
 
-__all__ = ["Accord"]
+__all__ = ["SaveBarrier"]
 
 _LOOK_SECONDS: Final = 0.1
 _LOOKS_A_SECOND: Final = 1000
 """Polls by all ranks together; the mailbox takes 60 us for each."""
 
 
-class Accord:
+class SaveBarrier:
     """One rank's side of the agreement, from `start` to `leave`."""
 
     def __init__(

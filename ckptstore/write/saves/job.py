@@ -11,16 +11,16 @@ from ckptstore.host.cancellable_calls import Scope
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.saves.in_flight import Place
 from ckptstore.write.saves.ledger import Labels, PendingSave, Saves
-from ckptstore.write.saves.save_metrics import Measured
+from ckptstore.write.saves.save_metrics import SaveMeasurement
 from ckptstore.write.second_tier import SecondTier
 
-__all__ = ["Job"]
+__all__ = ["SaveJob"]
 
 _GRACE: Final = 2.0
 """Seconds for which an interrupted `Writer.save` waits for the medium. Then it abandons the requests in progress."""
 
 
-class Job:
+class SaveJob:
     """A save: its step, its place in flight, and its outcome. Thread-safe.
 
     It ends with a commit, with a failure, or by being given up, whichever comes first. If it is given up before
@@ -35,7 +35,7 @@ class Job:
         interrupted: that call has stopped waiting, so its caller may change the state.
     """
 
-    measured: Measured
+    measured: SaveMeasurement
 
     def __init__(self, saves: Saves, step: int, labels: Labels, scope: Scope | None = None) -> None:
         """
@@ -60,7 +60,7 @@ class Job:
         """Call `stop` when it is given up, to free what no other thread will free if it was not started."""
         self._stop = stop
 
-    def begin(self, measured: Measured) -> None:
+    def begin(self, measured: SaveMeasurement) -> None:
         """Put the save in flight: its state was passed in, or is copied completely."""
         self.measured = measured
         measured.ends_with(self.done)

@@ -15,7 +15,7 @@ from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
 
-__all__ = ["Measured", "Meter", "OnMetrics", "SaveMetrics"]
+__all__ = ["Meter", "OnMetrics", "SaveMeasurement", "SaveMetrics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ OnMetrics: TypeAlias = Callable[[SaveMetrics], object]
 """Called once for each save, by a thread of the writer."""
 
 
-class Measured:
+class SaveMeasurement:
     """The measurement of one save. It is reported once the save has ended and the call has returned.
 
     Attributes:
@@ -168,13 +168,13 @@ class Meter:
         """How many saves have begun and have not ended. Any thread may ask."""
         return self._under_way
 
-    def begin(self, flat: FlatState, step: int, began: float) -> Measured:
+    def begin(self, flat: FlatState, step: int, began: float) -> SaveMeasurement:
         """Begin to measure a save whose call began at `began` on the monotonic clock."""
         nbytes = flat.nbytes
         with self._lock:
             self.newest = step
             self._under_way += 1
-            return Measured(self, step, nbytes, began, self._under_way, self.beside())
+            return SaveMeasurement(self, step, nbytes, began, self._under_way, self.beside())
 
     def tell(self, metrics: SaveMetrics) -> None:
         """Report a save that has ended."""

@@ -22,7 +22,7 @@ from ckptstore.write.delta_encoding import Fed
 from ckptstore.write.policy.diff_options import DiffOptions
 from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.policy.orders import Order
-from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.steps.batch_segments import write_batch
 from ckptstore.write.steps.bounded_step import FedStep, TooLongError
 from ckptstore.write.steps.gradient_sum import GradientSum
@@ -43,7 +43,7 @@ class Waiting:
         coded: the compressed step; None if gradients are summed.
     """
 
-    job: Job
+    job: SaveJob
     time: float
     coded: EncodedStep | None
 
@@ -118,7 +118,7 @@ class Diffs:
         self._missed = None
         self._resident.advance(identity, snapshot)
 
-    def add(self, snapshot: Snapshot, updates: Sequence[Update], job: Job, order: Order) -> bool:
+    def add(self, snapshot: Snapshot, updates: Sequence[Update], job: SaveJob, order: Order) -> bool:
         """Compress a step, which then waits for its batch -> whether the batch must be written.
 
         Takes ownership of `snapshot`.
@@ -157,7 +157,7 @@ class Diffs:
         self._resident.advance(identity, snapshot)
         return self._wait(job, coded, order)
 
-    def _wait(self, job: Job, coded: EncodedStep, order: Order) -> bool:
+    def _wait(self, job: SaveJob, coded: EncodedStep, order: Order) -> bool:
         """Add a compressed step to the waiting ones -> whether their batch must be written."""
         self.waiting.append(Waiting(job, time.time(), coded))
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
@@ -174,7 +174,7 @@ class Diffs:
         """
         return self._resident.here.snapshot.room(flat)
 
-    def add_fed(self, fed: Fed, updates: Sequence[Update], job: Job, order: Order) -> bool:
+    def add_fed(self, fed: Fed, updates: Sequence[Update], job: SaveJob, order: Order) -> bool:
         """Compress a step that is copied unit by unit; otherwise as `add`.
 
         Raises:
@@ -188,7 +188,7 @@ class Diffs:
         self._policy.compressed(self._resident.here.id, coded.base.step, coded.stored, coded.nbytes)
         return self._wait(job, coded, order)
 
-    def stream(self, session: SegmentSession, fed: Fed, updates: Sequence[Update], job: Job) -> Written:
+    def stream(self, session: SegmentSession, fed: Fed, updates: Sequence[Update], job: SaveJob) -> Written:
         """Make a step durable at once, while it is copied unit by unit.
 
         Raises as `add_fed`, and StorageError.
