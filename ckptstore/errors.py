@@ -52,7 +52,7 @@ tensor or option. A command exits with the code of what it found, whether that w
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 EXIT_CODES: Final = {
     0: "success",
@@ -87,9 +87,14 @@ class CkptError(Exception):
 
 
 class UsageError(CkptError, ValueError):
-    """An invalid option, REF, name or argument."""
+    """An invalid option, REF, name or argument.
+
+    Attributes:
+        no_rules: the store has no rules of retention, and none were given.
+    """
 
     exit_code = 2
+    no_rules: bool = False
 
 
 class StepOrderError(UsageError):
@@ -103,7 +108,25 @@ class NotFoundError(CkptError, LookupError):
 
 
 class StoreNotFoundError(NotFoundError, FileNotFoundError):
-    """There is no store at this path or URL."""
+    """There is no store at this path or URL.
+
+    Attributes:
+        url: the path or URL, as it was given. None: the error is about another place.
+        instead: what is there: ``file``; ``no bucket``; ``no FORMAT``: the folders of a store without that file. None:
+            nothing of these.
+    """
+
+    url: str | None = None
+    instead: Literal["file", "no bucket", "no FORMAT"] | None = None
+
+    @classmethod
+    def at(
+        cls, url: str, text: str, instead: Literal["file", "no bucket", "no FORMAT"] | None = None
+    ) -> StoreNotFoundError:
+        """The error about `url`; `text` follows it in the message."""
+        error = cls(f"{url}{text}")
+        error.url, error.instead = url, instead
+        return error
 
 
 class KeyNotFoundError(NotFoundError, FileNotFoundError):
@@ -111,7 +134,14 @@ class KeyNotFoundError(NotFoundError, FileNotFoundError):
 
 
 class CheckpointNotFoundError(NotFoundError):
-    """No checkpoint matches this REF."""
+    """No checkpoint matches this REF.
+
+    Attributes:
+        step: the step that was looked for. `term`: in which term; None: in any. A REF without a step leaves both None.
+    """
+
+    step: int | None = None
+    term: int | None = None
 
 
 class TensorNotFoundError(NotFoundError):

@@ -5,7 +5,6 @@ Nothing here may fail: the caller is already handling an error.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -41,9 +40,9 @@ _HINTS: tuple[tuple[type[Exception], str], ...] = (
 
 def hint_for(error: BaseException) -> str | None:
     """Return the hint for an error: the error's own note, or the hint of its class."""
-    # A note that says which Python call to make does not help in a shell. The command is named below instead.
-    call = f"load({getattr(error, 'nearest', None)!r})"
-    notes = [note for note in getattr(error, "__notes__", ()) if call not in note]
+    near = getattr(error, "nearest", None)
+    # Its note says which Python call to make, which does not help in a shell. The command is named below instead.
+    notes = getattr(error, "__notes__", ()) if near is None else ()
     if notes:
         return str(notes[-1])
     typed = TYPED.get() or {}
@@ -54,7 +53,7 @@ def hint_for(error: BaseException) -> str | None:
     if type(error) is errors.NotFoundError and isinstance(typed.get("folder"), str):
         folders = [near for near in near_names(typed["folder"]) if Path(near).is_dir()]
         return f"did you mean {shlex.quote(folders[0])}?" if folders else None
-    if "has no rules of retention" in str(error) and isinstance(store, str):
+    if isinstance(error, errors.UsageError) and error.no_rules and isinstance(store, str):
         name = shlex.quote(store)
         return f"`ckpt prune {name} --keep last:100` prunes once; `ckpt keep {name} last:100` sets the rule for good"
     text = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
@@ -62,26 +61,24 @@ def hint_for(error: BaseException) -> str | None:
         return None
     ref = typed.get("ref")
     if isinstance(error, errors.CheckpointNotFoundError) and isinstance(store, str):
-        became = _fate(str(error), store)
+        became = _fate(error, store)
         text = f"{became}; {text}" if became else text
     said = text.format(
         store=shlex.quote(store) if isinstance(store, str) else "STORE",
         ref=shlex.quote(ref) if isinstance(ref, str) else "REF",
     )
-    near = getattr(error, "nearest", None)
     return _alternative(near, store, typed.get("out")) + said if near is not None and isinstance(store, str) else said
 
 
-def _fate(message: str, store: str) -> str | None:
+def _fate(error: errors.CheckpointNotFoundError, store: str) -> str | None:
     """Return what the log says of a missing step."""
-    wanted = re.match(r"no checkpoint (?:of )?(?:step )?([0-9]{1,16})(?:@([0-9]{1,10}))?\b", message)
-    if wanted is None:
+    if error.step is None:
         return None
     import ckptstore
 
     try:
         told = ckptstore.open(store, create=False)
-        return told.fate(int(wanted[1]), None if wanted[2] is None else int(wanted[2]))
+        return told.fate(error.step, error.term)
     except (errors.CkptError, OSError):
         return None
 
@@ -127,19 +124,18 @@ def _words(typed: Any) -> list[str]:
 
 
 def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
-    named = [path for path in typed if isinstance(path, str) and path in str(error)]
-    if not named:
+    path = next((one for one in typed if isinstance(one, str) and _same_place(one, error.url)), None)
+    if path is None:
         return "`ckpt import STORE FILE...` creates one; so does ckptstore.open(path, create=True)"
-    path = named[0]
-    if " is a file, not the folder" in str(error):
+    if error.instead == "file":
         return "STORE is a folder; " + (
             f"a checkpoint file is imported into one: `ckpt import STORE {shlex.quote(path)}`"
             if Path(path).suffix in _FILES
             else "`ckpt ls` lists those that are here"
         )
-    if "bucket" in str(error):  # ckpt does not create buckets
+    if error.instead == "no bucket":  # ckpt does not create buckets
         return None
-    if "ckpt repair" in str(error):  # the folder is a store without its FORMAT file: do not suggest another store here
+    if error.instead == "no FORMAT":  # the folder is a store without its FORMAT file: do not suggest another store here
         return f"`ckpt repair {shlex.quote(path)} DST` makes a store of what is there"
     stores = [near for near in near_names(path) if Path(near, "FORMAT").is_file()]
     if "://" not in path and not stores:  # inside the folder of a store: do not suggest another store here
@@ -156,6 +152,10 @@ def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
     if "://" not in path and place.is_dir() and not any(place.iterdir()):
         return f"nothing was saved there yet; `ckpt import {quoted} FILE...` makes a store of files"
     return f"`ckpt import {quoted} FILE...` creates one; so does ckptstore.open({path!r}, create=True)"
+
+
+def _same_place(typed: str, url: str | None) -> bool:
+    return url is not None and (typed == url or Path(typed).expanduser() == Path(url).expanduser())
 
 
 def _alternative(near: str, store: str, out: Any) -> str:

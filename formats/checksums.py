@@ -48,7 +48,8 @@ def tensor_hash(chunk_hashes: Sequence[str]) -> str:
     Raises:
         ValueError: an entry is not 16 hex digits.
     """
-    return xxh3_128(b"".join(struct.pack("<Q", int(text, 16)) for text in chunk_hashes))
+    numbers = [int(text, 16) for text in chunk_hashes]
+    return xxh3_128(struct.pack(f"<{len(numbers)}Q", *numbers))
 
 
 def state_hash(tree_text: bytes, tensors: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
@@ -60,16 +61,9 @@ def state_hash(tree_text: bytes, tensors: Iterable[tuple[str, str, Sequence[int]
 
     Each part is preceded by its length (u64, little-endian), so that different states never give the same byte string.
     """
-    hasher = xxhash.xxh3_128()
-
-    def feed(part: bytes) -> None:
-        hasher.update(struct.pack("<Q", len(part)))
-        hasher.update(part)
-
-    feed(tree_text)
+    parts = [struct.pack("<Q", len(tree_text)), tree_text]
     for name, dtype, shape, digest in sorted(tensors):
-        feed(name.encode())
-        feed(dtype.encode())
-        feed(struct.pack(f"<{len(shape)}Q", *shape))
-        feed(bytes.fromhex(digest))
-    return str(hasher.hexdigest())
+        one, two, last, rank = name.encode(), dtype.encode(), bytes.fromhex(digest), len(shape)
+        form = f"<Q{len(one)}sQ{len(two)}sQ{rank}QQ{len(last)}s"
+        parts.append(struct.pack(form, len(one), one, len(two), two, 8 * rank, *shape, len(last), last))
+    return xxh3_128(b"".join(parts))

@@ -218,7 +218,7 @@ class Hot(Generic[_P, _R]):
             return self.reference(*args, **kwargs)
         arguments: tuple[Any, ...] = args
         if self._compare:
-            kind = tuple(map(_kind_of, arguments))
+            kind = tuple([one.dtype.char if type(one) is np.ndarray else _kind_of(one) for one in arguments])
             number = self._calls.get(kind, 0) + 1
             # Prevents: a miscompiled encoder that writes payloads which nobody can decode.
             if _doubts or not number & (number - 1):

@@ -108,11 +108,12 @@ class BoxSource:
     """Contiguous elements of another source, as a shard of a larger tensor. Implements `TensorSource`.
 
     Attributes:
+        source: the source of the elements.
         global_shape: shape of the whole tensor; None: this is not a shard.
         offset: position of the shard in the whole tensor.
     """
 
-    __slots__ = ("_source", "_start", "dtype", "global_shape", "identity", "nbytes", "offset", "origin", "shape")
+    __slots__ = ("_start", "dtype", "global_shape", "identity", "nbytes", "offset", "origin", "shape", "source")
 
     def __init__(
         self,
@@ -137,18 +138,22 @@ class BoxSource:
         self.identity: Hashable = ("box", source.identity, start, shape)
         self.global_shape = global_shape
         self.offset = offset
-        self._source = source
+        self.source = source
         self._start = start
+
+    def of(self, source: TensorSource) -> BoxSource:
+        """Return the same box of another source of the same tensor."""
+        return BoxSource(source, self.shape, self._start, self.global_shape, self.offset)
 
     def view(self) -> Bytes | None:
         """Return the image without a copy, or None."""
-        view = self._source.view()
+        view = self.source.view()
         return None if view is None else view[self._start : self._start + self.nbytes]
 
     def read(self, offset: int, out: Bytes) -> None:
         """Copy a range of the image."""
         _check_range(offset, out.size, self.nbytes)
-        self._source.read(self._start + offset, out)
+        self.source.read(self._start + offset, out)
 
 
 def place_of(source: TensorSource) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:

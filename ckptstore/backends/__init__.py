@@ -17,6 +17,8 @@ from ckptstore.errors import UsageError
 __all__ = ["Backend", "open_backend"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_OTHER_URL: Final = re.compile(r"[A-Za-z][\w+.:-]*://")
+"""A URL of fsspec's that is not of the form of `_URL`."""
 _ALMOST: Final = re.compile(rf"({'|'.join(schemes.SCHEMES)}):/*(?!/)", re.IGNORECASE)
 """The start of a URL that has one slash, or none, instead of two."""
 
@@ -62,6 +64,12 @@ def open_backend(
         raise UsageError(f"{text}: storage_options are for object stores and fsspec's URLs; this has none")
     if scheme is not None:
         return scheme.open(text, create, storage_options or {})
+    # Prevents: a run saved to a local folder named ``simplecache::s3:``, which its owner takes for a URL.
+    if isinstance(url, str) and _OTHER_URL.match(text) and not os.path.lexists(text):
+        raise UsageError(
+            f"{text}: chained URLs, and schemes with an underscore, are not opened: pass filesystem= and a path in it "
+            f"(./{text} is a folder of that name)"
+        )
     # Prevents: a run saved to a local folder named ``s3:`` while its owner believes that it is in the bucket.
     if isinstance(url, str) and (almost := _ALMOST.match(text)) is not None and not os.path.lexists(text):
         name = almost[1].lower()

@@ -40,6 +40,7 @@ from ckptstore.backends.base import (
     too_long,
 )
 from ckptstore.backends.gathered import Blocks, GatheredSink
+from ckptstore.backends.store_names import canonical, checked_name
 from ckptstore.backends.system_errors import ON_THE_WAY
 from ckptstore.errors import (
     CkptError,
@@ -82,9 +83,13 @@ def opened(url: str, scheme: str, options: Mapping[str, Any]) -> tuple[Any, str]
     failure = ""
     try:
         kind = fsspec.get_filesystem_class(scheme)
+        if not issubclass(kind, LocalFileSystem):  # there the system says what a path is
+            checked_name(shown(url), shown(url).partition("://")[2].removeprefix("/"))
         path = str(kind._strip_protocol(url))
         inferred = kind._get_kwargs_from_urls(url)
         return kind(**{"use_listings_cache": False, "skip_instance_cache": True, **inferred, **options}), path
+    except UsageError:
+        raise
     except ImportError as error:
         missing = str(error)
         raise MissingDependencyError(f"{scheme}:// needs another package: {missing}") from None
@@ -104,8 +109,15 @@ def anchored(filesystem: Any, path: str) -> str:
     """The path in a file system that the user made. A relative path of local files is made absolute now.
 
     fsspec would resolve it against the current folder at every call.
+
+    Raises:
+        UsageError: see `checked_name`.
     """
-    return str(filesystem._strip_protocol(path)) if isinstance(filesystem, LocalFileSystem) else path
+    if isinstance(filesystem, LocalFileSystem):
+        return str(filesystem._strip_protocol(path))
+    name = path[path.find("://") + 3 :] if "://" in path else path  # fsspec takes URLs for paths
+    checked = checked_name(path, name.removeprefix("/"))
+    return path.removesuffix(name) + "/" * name.startswith("/") + checked
 
 
 class FsspecBackend(Backend):
@@ -126,7 +138,7 @@ class FsspecBackend(Backend):
         scheme = protocol if isinstance(protocol, str) else protocol[0]
         self.url = f"{scheme}://{path.lstrip('/')}" if url is None else shown(url)
         # Prevents: another process that opens a different store by this URL: in its own memory, or in another account.
-        self._address = self.url if url == self.url else None
+        self._address = canonical(self.url) if url == self.url else None
         self._options = dict(options or {})
         self._fs = filesystem
         self._root = path.rstrip("/")

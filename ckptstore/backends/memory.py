@@ -144,7 +144,7 @@ class MemoryBackend(Backend):
 
 def _existing(name: str) -> MemoryBackend:
     if not MemoryBackend.exists(name):
-        raise StoreNotFoundError(f"memory://{name} does not exist in this process")
+        raise StoreNotFoundError.at(f"memory://{name}", " does not exist in this process")
     return MemoryBackend(name)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urlsplit
 
 from ckptstore.backends.base import Backend
+from ckptstore.backends.store_names import checked_name
 from ckptstore.errors import CkptError, MissingDependencyError, StorageError, StoreNotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ def open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backe
     except OSError as error:
         raise StorageError(error.errno, f"cannot be opened: {error.strerror}", url) from error
     if there is not None and not stat.S_ISDIR(there):
-        raise StoreNotFoundError(f"{url} is a file, not the folder of a store")
+        raise StoreNotFoundError.at(url, " is a file, not the folder of a store", "file")
     if there is None and not create:
-        raise StoreNotFoundError(f"{url} does not exist")
+        raise StoreNotFoundError.at(url, " does not exist")
     if pmem:
         from ckptstore.backends.local_disk.pmem import PmemBackend
 
@@ -106,11 +107,11 @@ def _open_pmem_url(url: str, create: bool, options: Mapping[str, Any]) -> Backen
 def _open_memory_url(url: str, create: bool, options: Mapping[str, Any]) -> Backend:  # noqa: ARG001
     from ckptstore.backends.memory import MemoryBackend
 
-    name = url.partition("://")[2]
+    name = checked_name(url, url.partition("://")[2].removeprefix("/"))
     if not name:
         raise UsageError(f"{url}: name the store, as in memory://name")
     if not create and not MemoryBackend.exists(name):
-        raise StoreNotFoundError(f"{url} does not exist in this process")
+        raise StoreNotFoundError.at(url, " does not exist in this process")
     return MemoryBackend(name)
 
 

@@ -23,6 +23,11 @@ class SaveSpace:
         """What this thread writes within counts for this save."""
         yield
 
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """What this thread writes within commits the save. Other saves may wait for it, so it waits for none."""
+        yield
+
     def end(self) -> None:
         """The save is committed or has failed. May be called again."""
 
@@ -52,10 +57,16 @@ class Sharing:
     def claim(self, nbytes: int, free: Callable[[], int]) -> bool:
         """Claim `nbytes` for this thread's save -> False if they are not free beside the claims of other saves.
 
+        A commit claims nothing, and no claim counts against it.
+
         Args:
             free: returns the number of free bytes.
         """
         here = self.here()
+        # Prevents: a commit that fails for its few KiB because other saves have claimed the rest, though it would free
+        # space for them. Claims also count twice what a save is just allocating.
+        if getattr(self._here, "committing", False):
+            return nbytes <= free()
         with self._changed:
             claimed = sum(claim for save, claim in self._claims.items() if save is not here)
             # Prevents: two saves that both find enough space for one, and both run out of it halfway.
@@ -105,6 +116,14 @@ class Sharing:
         finally:
             self._here.save = before
 
+    @contextmanager
+    def _committing(self) -> Iterator[None]:
+        self._here.committing = True
+        try:
+            yield
+        finally:
+            self._here.committing = False
+
     def _end(self, save: _Save) -> None:
         with self._changed:
             if self._claims.pop(save, None) is not None:
@@ -120,6 +139,11 @@ class _Save(SaveSpace):
     @contextmanager
     def within(self) -> Iterator[None]:
         with self._sharing._within(self):
+            yield
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        with self._sharing._committing():
             yield
 
     def end(self) -> None:

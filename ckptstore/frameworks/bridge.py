@@ -37,6 +37,7 @@ __all__ = [
     "torch_devices",
     "torch_in_use",
     "torch_roots",
+    "uses_devices",
 ]
 
 
@@ -147,6 +148,15 @@ def device_digests(sources: Mapping[str, TensorSource]) -> Mapping[str, int]:
     from ckptstore.frameworks import torch_digest  # see above
 
     return torch_digest.device_digests(sources)
+
+
+def uses_devices() -> bool:
+    """Whether this process uses CUDA devices, so that a state may have tensors there."""
+    if not torch_in_use():
+        return False
+    from ckptstore.frameworks import torch_offload  # see above
+
+    return torch_offload.uses_devices()
 
 
 def copy_queue(sources: Mapping[str, TensorSource]) -> CopyQueue | None:

@@ -21,10 +21,11 @@ from ckptstore.formats import digest as reference
 from ckptstore.formats.sources import TensorSource
 from ckptstore.frameworks import torch_tensors as adapter
 
-__all__ = ["DeviceDigests", "device_digests", "digest", "digests", "partial_on_device"]
+__all__ = ["DeviceDigests", "device_digests", "digest", "digests", "partial_on_device", "partials_of_small"]
 
 _BATCH = 64  # blocks of 256 KiB at once: 32 MiB of int64 scratch, enough to fill a GPU
 _WORTH = 1 << 20  # smallest tensor, in bytes, that a device digests: each tensor needs a dozen kernel launches
+_SMALL_BATCH = 16 << 20  # bytes of small tensors that are digested at once, with six times as much scratch
 _KEPT = 65536  # multipliers kept on each device: 512 KiB, for tensors up to 16 GiB
 
 
@@ -80,6 +81,9 @@ class DeviceDigests(Mapping[str, int]):
                 self._waiting.pop()
         return reference.combine(self._found[name], nbytes=nbytes)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._nbytes  # waits for nothing
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._nbytes)
 
@@ -104,14 +108,18 @@ class _PendingDigests:
     stream: torch.cuda.Stream | None
 
     @classmethod
-    def queued(cls, partials: Mapping[str, torch.Tensor], stream: torch.cuda.Stream | None) -> Self:
-        """Queue a copy to the host on `stream`. None: the device has no streams, so this waits for the copy."""
-        sums = torch.stack(list(partials.values()))
+    def queued(cls, names: Sequence[str], partials: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> Self:
+        """Queue a copy to the host on `stream`. None: the device has no streams, so this waits for the copy.
+
+        Args:
+            partials: 1-D; together one number for each name.
+        """
+        sums = torch.cat(list(partials))
         if stream is None:
-            return cls(tuple(partials), sums.cpu(), None, None)
-        host = torch.empty(len(partials), dtype=torch.int64, pin_memory=True)
+            return cls(tuple(names), sums.cpu(), None, None)
+        host = torch.empty(len(names), dtype=torch.int64, pin_memory=True)
         host.copy_(sums, non_blocking=True)
-        return cls(tuple(partials), host, stream.record_event(), stream)
+        return cls(tuple(names), host, stream.record_event(), stream)
 
     def wait(self) -> dict[str, int]:
         if self.ready is not None and self.stream is not None:
@@ -123,6 +131,8 @@ class _PendingDigests:
 def device_digests(
     sources: Mapping[str, TensorSource],
     on: Callable[[adapter.TorchSource], torch.cuda.Stream | None] = lambda source: source.stream,
+    *,
+    small: bool = False,
 ) -> DeviceDigests:
     """Queue the digests of the larger tensors on CUDA devices. Returns them by name; the host computes all others.
 
@@ -133,26 +143,51 @@ def device_digests(
         sources: the tensors.
         on: returns the stream on which a digest is computed; by default the stream on which the tensor is read. For any
             other stream the caller must ensure the order.
+        small: also compute those of small tensors, together. Without it they are worth computing where their bytes
+            are: on the host, which gets them anyway.
     """
     by_stream: dict[torch.cuda.Stream | None, dict[str, adapter.TorchSource]] = {}
     for name, source in sources.items():
-        if isinstance(source, adapter.TorchSource) and source.nbytes >= _WORTH and _computes(source.tensor):
+        least = 1 if small else _WORTH
+        if isinstance(source, adapter.TorchSource) and source.nbytes >= least and _computes(source.tensor):
             by_stream.setdefault(on(source), {})[name] = source
     found: dict[str, int] = {}
     waiting = []
     for stream, members in by_stream.items():
         with adapter.on_stream(stream):
-            partials: dict[str, torch.Tensor] = {}
+            names: list[str] = []
+            partials: list[torch.Tensor] = []
             with contextlib.suppress(torch.OutOfMemoryError):
-                for name, source in members.items():
-                    data = source.resolved
-                    if stream is not None:
-                        data.record_stream(stream)  # Prevents: memory reused before its digest is computed.
-                    partials[name] = partial_on_device(adapter.flat_bytes(data.contiguous()), 0)
+                for batch in _batches(members):
+                    images = []
+                    for name in batch:
+                        data = members[name].resolved
+                        if stream is not None:
+                            data.record_stream(stream)  # Prevents: memory reused before its digest is computed.
+                        images.append(adapter.flat_bytes(data.contiguous()))
+                    large = images[0].numel() >= _WORTH
+                    partials.append(partial_on_device(images[0], 0).view(1) if large else partials_of_small(images))
+                    names += batch
             if partials:
-                waiting.append(_PendingDigests.queued(partials, stream))
-                found.update((name, members[name].nbytes) for name in partials)
+                waiting.append(_PendingDigests.queued(names, partials, stream))
+                found.update((name, members[name].nbytes) for name in names)
     return DeviceDigests(found, waiting)
+
+
+def _batches(members: Mapping[str, adapter.TorchSource]) -> list[list[str]]:
+    """The names of tensors that are digested together: each large one alone."""
+    large, small = [], [[]]
+    size = 0
+    for name, source in members.items():
+        if source.nbytes >= _WORTH:
+            large.append([name])
+            continue
+        if size + source.nbytes > _SMALL_BATCH:
+            small.append([])
+            size = 0
+        small[-1].append(name)
+        size += source.nbytes
+    return [*large, *(batch for batch in small if batch)]
 
 
 def _computes(tensor: torch.Tensor) -> bool:
@@ -195,6 +230,46 @@ def partial_on_device(image: torch.Tensor, first_word: int) -> torch.Tensor:
         done += part.numel()
         block, skip = block + advance, 0
     return total
+
+
+def partials_of_small(images: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`formats.digest.partial` of many whole tensors, queued on their device in a dozen launches.
+
+    Args:
+        images: contiguous uint8, 1-D, on one device, each of 1 to `_WORTH` bytes.
+
+    Returns:
+        1-D int64 tensor on the same device: the bits of the partial digest of each image, as signed numbers.
+    """
+    device = images[0].device
+    counts = tuple(-(-image.numel() // 4) for image in images)
+    pieces, scales = [], []
+    for image, count in zip(images, counts, strict=True):
+        pieces.append(image)
+        if pad := 4 * count - image.numel():
+            pieces.append(_zeros(device)[:pad])
+        scales.append(_word_weights(device)[:count])
+    products = torch.cat(pieces).view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF).mul_(torch.cat(scales))
+    sums = torch.cumsum(products, 0)[_ends(counts, device)]
+    return torch.cat([sums[:1], sums[1:] - sums[:-1]])
+
+
+@lru_cache(maxsize=16)
+def _zeros(device: torch.device) -> torch.Tensor:
+    return _kept(torch.zeros(4, dtype=torch.uint8, device=device))
+
+
+@lru_cache(maxsize=16)
+def _word_weights(device: torch.device) -> torch.Tensor:
+    """The weight of each word of a small tensor, as int64 on `device` (2 MiB), cached."""
+    blocks = -(-_WORTH // (4 * reference.BLOCK_WORDS))
+    return _kept(_upload(np.outer(reference.multipliers(0, blocks), reference.weights()).reshape(-1), device))
+
+
+@lru_cache(maxsize=64)
+def _ends(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The position of the last word of each of some tensors, cached, because an upload would wait for the device."""
+    return _kept(torch.tensor(np.cumsum(counts) - 1).to(device))
 
 
 @lru_cache(maxsize=16)

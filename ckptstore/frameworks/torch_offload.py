@@ -19,16 +19,16 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import lru_cache, partial
-from typing import Final, TypeGuard
+from typing import Final
 
 import torch
 
-from ckptstore.formats.sources import Bytes, TensorSource
+from ckptstore.formats.sources import BoxSource, Bytes, TensorSource
 from ckptstore.frameworks.torch_digest import device_digests
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.host.buffers import MappedRegion, region_of
 
-__all__ = ["CopyQueue", "QueuedSource", "copy_queue", "device_of", "register", "registered"]
+__all__ = ["CopyQueue", "QueuedSource", "copy_queue", "device_of", "register", "registered", "uses_devices"]
 
 _log: Final = logging.getLogger("ckptstore")
 _lock: Final = threading.Lock()
@@ -50,7 +50,7 @@ def register(memory: Bytes, device: torch.device) -> bool:
         Whether the memory is registered.
     """
     region = region_of(memory)
-    if region is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if region is None or not uses_devices():
         return False
     # Prevents: a CUDA context of half a gigabyte on the first GPU, because that is the default device of a new thread.
     with _lock, torch.cuda.device(device):
@@ -62,12 +62,7 @@ def register(memory: Bytes, device: torch.device) -> bool:
             # Prevents: a later kernel of this thread that fails with this error: CUDA keeps a thread's last error.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=device)
-            _log.warning(
-                "%d bytes of host memory could not be registered with the device (CUDA error %d): "
-                "saves use blocking copies instead",
-                region.nbytes,
-                int(status),
-            )
+            _say_refused(int(status))
             return False
         # Prevents: a later mapping at the same address for which the device would write to the pages of this one.
         region.before_unmapping(partial(_unregister, region.address, device, os.getpid()))
@@ -75,8 +70,18 @@ def register(memory: Bytes, device: torch.device) -> bool:
     return True
 
 
+@lru_cache(maxsize=64)
+def _say_refused(status: int) -> None:
+    """Log once why memory is not registered."""
+    _log.warning(
+        "host memory could not be registered with the device (CUDA error %d): saves that are copied there use blocking "
+        "copies instead",
+        status,
+    )
+
+
 def _unregister(address: int, device: torch.device, process: int) -> None:
-    if os.getpid() != process:
+    if os.getpid() != process or not uses_devices():
         return
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
@@ -124,7 +129,8 @@ class CopyQueue:
     """The asynchronous copies of one save. One thread creates it and queues copies; any thread may wait for them.
 
     Attributes:
-        sources: the state's tensors. Those on CUDA devices are replaced by `QueuedSource`; all others are unchanged.
+        sources: the state's tensors. `QueuedSource` replaces those on CUDA devices, also in a `BoxSource`; all others
+            are unchanged.
         waiting: the futures that `copied` has returned.
     """
 
@@ -135,10 +141,18 @@ class CopyQueue:
         self._given = sources
         self.waiting: set[Future[None]] = set()
         self.sources: dict[str, TensorSource] = {}
+        self._names: set[str] = set()
         for name, source in sources.items():
-            self.sources[name] = self._queued(source) if _queues(source) else source
+            if _on_device(source) is None:
+                self.sources[name] = source
+            else:
+                self.sources[name] = self._queued(source)
+                self._names.add(name)
 
-    def _queued(self, source: TorchSource) -> QueuedSource:
+    def _queued(self, source: TensorSource) -> TensorSource:
+        if isinstance(source, BoxSource):
+            return source.of(self._queued(source.source))
+        assert isinstance(source, TorchSource)
         assert source.stream is not None
         device = source.tensor.device
         stream = self._streams.setdefault(device, _copy_stream(device))
@@ -150,7 +164,7 @@ class CopyQueue:
 
     def queues(self, name: str) -> bool:
         """Whether the reads of a tensor are queued."""
-        return isinstance(self.sources[name], QueuedSource)
+        return name in self._names
 
     @contextlib.contextmanager
     def queueing(self) -> Iterator[None]:
@@ -160,8 +174,12 @@ class CopyQueue:
                 current.enter_context(torch.cuda.stream(stream))
             yield
 
-    def digests(self) -> Mapping[str, int]:
-        """State digests by name, which the devices compute concurrently with the copies. Reading one waits for it."""
+    def digests(self, *, small: bool = False) -> Mapping[str, int]:
+        """State digests by name, which the devices compute concurrently with the copies. Reading one waits for it.
+
+        Args:
+            small: also of small tensors.
+        """
 
         def on(source: TorchSource) -> torch.cuda.Stream:
             device = source.tensor.device
@@ -171,7 +189,7 @@ class CopyQueue:
                     stream.wait_stream(before)
             return self._digest_streams[device]
 
-        return device_digests(self._given, on)
+        return device_digests(self._given, on, small=small)
 
     def copied(self, submit: Callable[[Callable[[], None]], object]) -> Future[None]:
         """Return a future that is done when every copy queued so far is in host memory. It cannot be cancelled.
@@ -228,16 +246,23 @@ def copy_queue(sources: Mapping[str, TensorSource]) -> CopyQueue | None:
     return None if device_of(sources) is None else CopyQueue(sources)
 
 
+def uses_devices() -> bool:
+    """Whether this process uses CUDA devices."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def device_of(sources: Mapping[str, TensorSource]) -> torch.device | None:
     """A CUDA device that has tensors of the state. None: no tensor is on a CUDA device."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not uses_devices():
         return None
-    return next((one.tensor.device for one in sources.values() if _queues(one)), None)
+    return next((found.tensor.device for one in sources.values() if (found := _on_device(one)) is not None), None)
 
 
-def _queues(source: TensorSource) -> TypeGuard[TorchSource]:
-    """Whether the tensor is on a CUDA device, so that its copies are queued."""
-    return isinstance(source, TorchSource) and source.stream is not None
+def _on_device(source: TensorSource) -> TorchSource | None:
+    """The tensor, or the tensor of a box, if it is on a CUDA device, so that its copies are queued."""
+    while isinstance(source, BoxSource):
+        source = source.source
+    return source if isinstance(source, TorchSource) and source.stream is not None else None
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:

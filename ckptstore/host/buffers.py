@@ -45,8 +45,13 @@ class MappedRegion:
         address: first address.
     """
 
-    def __init__(self, mapping: mmap.mmap) -> None:
+    def __init__(self, mapping: mmap.mmap, *, shared: bool = False) -> None:
+        """
+        Args:
+            shared: the mapping is shared with other processes.
+        """
         self._mapping = mapping
+        self._shared = shared
         self.nbytes = len(mapping)
         self.address: int = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
         self.__array_interface__: dict[str, Any] = {
@@ -61,12 +66,13 @@ class MappedRegion:
         weakref.finalize(self, call).atexit = False
 
     def stay_out_of_forks(self) -> None:
-        """Exclude this memory from processes that are forked from now on."""
-        self._mapping.madvise(mmap.MADV_DONTFORK)
+        """Exclude this memory from processes that are forked from now on, unless a fork shares it without a copy."""
+        if not self._shared:
+            self._mapping.madvise(mmap.MADV_DONTFORK)
 
 
 def region_of(memory: Bytes) -> MappedRegion | None:
-    """The region of an array that `aligned` made, or of a part of one. None: it is other memory."""
+    """The region of an array over a `MappedRegion`, or of a part of one. None: it is other memory."""
     owner: object = memory
     while isinstance(owner, np.ndarray):
         owner = owner.base

@@ -1,7 +1,8 @@
 """Signals that a training loop acts on at its next step: SIGTERM ("end soon") and SIGUSR1 ("save now").
 
 The handler only notes the signal. On SIGTERM the previous handler is restored at once, and a thread flushes the saves
-in flight. The previous handler gets the signal when the loop has acted, or after `grace` seconds.
+in flight. The previous handler gets the signal when the loop has acted, or after `grace` seconds. In a forked child,
+which has no loop, the previous handler gets it at once.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class SignalRequests:
         self._before: dict[int, Any] = {}
         self._acted = threading.Event()
         self._passed = threading.Lock()
+        self._process = os.getpid()
 
     def install(self) -> None:
         """Install the handlers, if this is the main thread. Handlers that are not Python functions stay."""
@@ -77,10 +79,14 @@ class SignalRequests:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
+        if os.getpid() != self._process:
+            # Prevents: a forked child that ends `grace` seconds after SIGTERM: it waits for a loop of its parent.
+            self._put_back(number)
+            _call(before, number, frame)
+            return
         if number == signal.SIGTERM and before is not signal.SIG_IGN:
             if self.ending:  # the signal was sent again, and a handler installed later has called this one
-                if callable(before):
-                    before(number, frame)
+                _call(before, number, frame)
                 return
             self.ending = True
             self._put_back(number)  # a second SIGTERM takes effect at once
@@ -99,3 +105,12 @@ class SignalRequests:
     def _hand_on(self) -> None:
         if self._passed.acquire(blocking=False):  # once
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _call(before: Any, number: int, frame: FrameType | None) -> None:
+    """Run the previous handler directly: sending the signal again would only run the handler that is above."""
+    if callable(before):
+        before(number, frame)
+    elif before is not signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

@@ -17,6 +17,7 @@ __all__ = [
     "WORTH_THREADS",
     "SleepingPool",
     "Workers",
+    "asleep",
     "cancel_and_wait",
     "default_threads",
     "run_all",
@@ -51,8 +52,13 @@ class Workers:
         """Yield the result of each job, in the order of the jobs.
 
         At most `threads` + 1 jobs are submitted and not yet consumed: the next job is taken from `jobs` when a result
-        is. No job runs any more when this generator is exhausted, is closed, or raises the error of a job.
+        is. No job runs any more when this generator is exhausted, is closed, or raises the error of a job. A pool that
+        sleeps runs each job in the calling thread when its result is taken.
         """
+        if asleep(self.pool):
+            for job in jobs:
+                yield job()
+            return
         window: deque[Future[_T]] = deque()
         scope = current_scope()
         try:
@@ -157,9 +163,14 @@ class SleepingPool(ThreadPoolExecutor):
                 _start_all(self, self._count)
                 self._awake = True
 
+    @property
+    def asleep(self) -> bool:
+        """Whether jobs run in the thread that submits them."""
+        return not (self._awake or self._closed)
+
     def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
         """See `concurrent.futures.Executor.submit`."""
-        if self._awake or self._closed:
+        if not self.asleep:
             return super().submit(fn, *args, **kwargs)  # closed: raises
         done: Future[_T] = Future()
         try:
@@ -174,10 +185,16 @@ class SleepingPool(ThreadPoolExecutor):
         super().shutdown(wait, cancel_futures=cancel_futures)
 
 
+def asleep(pool: ThreadPoolExecutor) -> bool:
+    """Whether this is a `SleepingPool` that sleeps: a future for each job would then cost more than a small job."""
+    return isinstance(pool, SleepingPool) and pool.asleep
+
+
 def run_all(pool: ThreadPoolExecutor, work: Sequence[Callable[[], None]]) -> None:
     """Run all jobs on the pool. After the first error: start no more jobs, wait for the running ones, raise it."""
-    if len(work) == 1:
-        work[0]()
+    if len(work) == 1 or asleep(pool):
+        for job in work:
+            job()
         return
     scope = current_scope()
     futures: list[Future[None]] = [pool.submit(in_scope(scope, job)) for job in work]

@@ -83,14 +83,16 @@ class Journal:
         """Read a FORMAT file that was absent just now, if another process is creating the store. Raises as `format`."""
         rooms = self.rooms()
         if not rooms:
-            raise StoreNotFoundError(f"{self.url}: there is no checkpoint store here (no FORMAT file)") from absence
+            raise StoreNotFoundError.at(self.url, ": there is no checkpoint store here (no FORMAT file)") from absence
         try:
             return _decode(_format_bytes(self.backend), self.url)
         except KeyNotFoundError as error:
             self._check_finished(error)
-            raise StoreNotFoundError(
-                f"{self.url}: there is no FORMAT file, although {rooms[0]}/ is here: it was removed, and without it "
-                "this is no checkpoint store; restore FORMAT from a copy of this store, or use `ckpt repair`"
+            raise StoreNotFoundError.at(
+                self.url,
+                f": there is no FORMAT file, although {rooms[0]}/ is here: it was removed, and without it "
+                "this is no checkpoint store; restore FORMAT from a copy of this store, or use `ckpt repair`",
+                "no FORMAT",
             ) from error
 
     def _check_finished(self, absence: KeyNotFoundError) -> None:
@@ -99,9 +101,10 @@ class Journal:
             self.backend.size(COPYING_KEY)
         except (KeyNotFoundError, StorageError):
             return
-        raise StoreNotFoundError(
-            f"{self.url}: a copy or repair to this place is not finished: repeat the command that began it, which "
-            "continues where it stopped; or delete this place"
+        raise StoreNotFoundError.at(
+            self.url,
+            ": a copy or repair to this place is not finished: repeat the command that began it, which "
+            "continues where it stopped; or delete this place",
         ) from absence
 
     def rooms(self) -> list[str]:
@@ -166,9 +169,10 @@ class Journal:
         """
         if self.backend.deleted():  # its writers and readers keep the old handle, which no longer reaches anything
             if not anew:  # Prevents: a run that continues in an empty store because its own store was deleted.
-                raise StoreNotFoundError(
-                    f"{self.url}: the folder of the store was deleted while it was open; to begin another open it "
-                    "again, or call Store.create"
+                raise StoreNotFoundError.at(
+                    self.url,
+                    ": the folder of the store was deleted while it was open; to begin another open it again, or call "
+                    "Store.create",
                 )
             self.backend = self.backend.reopened()
             self._format = self.fold = None

@@ -67,24 +67,28 @@ def _by_step(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
             if term is None:
                 _check_newest(catalog, entry)
             return entry
+    error = CheckpointNotFoundError(_no_step(catalog, step, term))
+    error.step, error.term = step, term
+    if _loss_text(catalog) and not catalog.checkpoints:
+        error.add_note(catalog.remedy())
+    raise error
+
+
+def _no_step(catalog: Catalog, step: int, term: int | None) -> str:
+    """Return that a step is not there, and what is near."""
     wanted = f"step {step}" if term is None else ref_of((term, step))
     if lost := _loss_text(catalog):
         nearest = _nearest(catalog.checkpoints.values(), step)
-        error = CheckpointNotFoundError(f"no checkpoint of {wanted} is left; {lost}, which may have held it; {nearest}")
-        if not catalog.checkpoints:
-            error.add_note(catalog.remedy())
-        raise error
+        return f"no checkpoint of {wanted} is left; {lost}, which may have held it; {nearest}"
     if not catalog.checkpoints:
-        raise CheckpointNotFoundError(f"no checkpoint of step {step}: the store holds no checkpoint yet")
+        return f"no checkpoint of step {step}: the store holds no checkpoint yet"
     if term is None:
-        raise CheckpointNotFoundError(f"no checkpoint of step {step}; {_nearest(catalog.checkpoints.values(), step)}")
+        return f"no checkpoint of step {step}; {_nearest(catalog.checkpoints.values(), step)}"
     if term not in catalog.terms:
         known = ", ".join(map(str, sorted(catalog.terms)[-_NEAREST:]))
-        raise CheckpointNotFoundError(f"no checkpoint {wanted}: there is no term {term}; the newest are {known}")
-    raise CheckpointNotFoundError(
-        f"no checkpoint {wanted}; "
-        + _nearest([entry for entry in catalog.checkpoints.values() if entry.term == term], step, f"term {term}")
-    )
+        return f"no checkpoint {wanted}: there is no term {term}; the newest are {known}"
+    of_term = [entry for entry in catalog.checkpoints.values() if entry.term == term]
+    return f"no checkpoint {wanted}; {_nearest(of_term, step, f'term {term}')}"
 
 
 def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:

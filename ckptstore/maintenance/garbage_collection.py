@@ -20,7 +20,7 @@ Any number of collectors may run, beside writers and readers. Any process that m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.checkpoint_info import damage_of
 from ckptstore.log.journal import Journal
-from ckptstore.log.log_reader import read
+from ckptstore.log.log_reader import View, read
 from ckptstore.log.pins import DEAD_AFTER, REFRESH_EVERY, PinWatch, Survey
 from ckptstore.log.stale_listings import LOOKS, contradiction
 
@@ -101,7 +101,12 @@ class Collected(HtmlTable):
 
 
 def collect(
-    journal: Journal, watch: PinWatch | None = None, *, dry_run: bool = False, progress: Progress | None = None
+    journal: Journal,
+    watch: PinWatch | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    since: View | None = None,
 ) -> Collected:
     """Delete what no checkpoint and no reader needs.
 
@@ -110,6 +115,7 @@ def collect(
             watched for long enough. Without one every pin counts, except those of ended processes of this host.
         dry_run: delete nothing.
         progress: called with (bytes deleted, bytes to delete).
+        since: a view of this log that the caller has just read: only later records are fetched.
 
     Raises:
         ReadOnlyError: the store cannot be written (except with `dry_run`).
@@ -121,18 +127,13 @@ def collect(
     if backend.read_only and not dry_run:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be collected")
     # 1. READ.
-    catalog = read(journal, look_above=True).catalog
+    catalog = read(journal, since, look_above=True).catalog
     # 2. List pins.
     watch = watch or PinWatch(backend)
     pins = watch.survey()
     keys = backend.list("seg/")
-    strangers = [key for key in keys if object_of(key) is None]
-    sizes: dict[str, int] = {}
-    for key in filter(catalog.collectable, keys):
-        try:
-            sizes[key] = _size(backend, key)
-        except ForeignObjectError:
-            strangers.append(key)
+    sizes, links = _sizes(backend, filter(catalog.collectable, keys))
+    strangers = [*(key for key in keys if object_of(key) is None), *links]
     if sizes:
         pins = _confirmed(pins, watch, backend)
     claimed = {key for key in sizes if pins.unreadable or _identity(key) in pins.segments}
@@ -157,6 +158,18 @@ def collect(
         spare,
         damage_of(catalog),
     )
+
+
+def _sizes(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, int], list[str]]:
+    """The bytes of each of `keys`, and those of them that are no files of a store."""
+    sizes: dict[str, int] = {}
+    foreign = []
+    for key in keys:
+        try:
+            sizes[key] = _size(backend, key)
+        except ForeignObjectError:
+            foreign.append(key)
+    return sizes, foreign
 
 
 def _confirmed(pins: Survey, watch: PinWatch, backend: Backend) -> Survey:
@@ -195,6 +208,7 @@ def collect_patiently(
     dead_after: float = DEAD_AFTER,
     dry_run: bool = False,
     progress: Progress | None = None,
+    since: View | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Collected:
@@ -205,6 +219,7 @@ def collect_patiently(
             a wait of `dead_after`; one of this host whose process has ended, at once.
         dead_after: seconds without renewal after which a pin is dead; at least `SHORTEST_TTL`.
         dry_run, progress: as for `collect`.
+        since: as for `collect`, for the first look.
 
     Returns:
         All that was deleted, and what the last look left.
@@ -225,7 +240,8 @@ def collect_patiently(
     pause = 0.2
     done = Collected()
     while True:
-        found = collect(journal, watch, dry_run=dry_run, progress=progress)
+        found = collect(journal, watch, dry_run=dry_run, progress=progress, since=since)
+        since = None
         done = found if dry_run else _together(done, found)
         left = end - clock()
         if not found.pinned or left <= 0:

@@ -227,7 +227,9 @@ def _plan(
 def _rules_for(journal: Journal, catalog: Catalog, chosen: tuple[str, ...] | None) -> tuple[str, ...]:
     found = catalog.keep if chosen is None else chosen
     if not found:
-        raise UsageError(f"{journal.url}: the store has no rules of retention: give some, for now or for good")
+        error = UsageError(f"{journal.url}: the store has no rules of retention: give some, for now or for good")
+        error.no_rules = True
+        raise error
     if not known(found):
         raise UsageError(f"{journal.url}: this version does not know all of its rules {', '.join(found)}")
     if catalog.damage or catalog.lost > catalog.term:

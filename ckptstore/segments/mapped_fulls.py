@@ -147,15 +147,18 @@ def write_direct(session: SegmentSession, flat: MappedState, draft: SegmentDoc) 
         StorageError: the medium failed; what was written is removed as far as possible.
     """
     docs = _docs(flat, draft)
+    layouts: list[Layout] = []
     for segment, doc in zip(flat.mapped, docs, strict=True):
-        if plan_plain(segment.layout.specs, doc).header_size > segment.layout.header_size:
+        planned = plan_plain(segment.layout.specs, doc)
+        if planned.header_size > segment.layout.header_size:
             return None
+        layouts.append(replace(segment.layout, header=planned.header))
     written: list[SegmentEntry] = []
     entries: dict[str, TensorEntry] = {}
-    for segment, doc in zip(flat.mapped, docs, strict=True):
+    for segment, layout, doc in zip(flat.mapped, layouts, docs, strict=True):
         tensors: dict[str, TensorEntry] = {}
         flat.begun.append(segment.id)
-        data = partial(_complete, session, segment, doc, tensors)
+        data = partial(_complete, session, segment, layout, doc, tensors)
         written.append(session.write_segment(doc, segment.layout.size, data, segment.sink))
         entries |= tensors
     rows = [(name, entries[name].dtype, entries[name].shape, entries[name].hash) for name in _order(flat)]
@@ -182,10 +185,14 @@ def _order(flat: MappedState) -> list[str]:
 
 
 def _complete(
-    session: SegmentSession, segment: MappedSegment, doc: SegmentDoc, tensors: dict[str, TensorEntry], sink: SegmentSink
+    session: SegmentSession,
+    segment: MappedSegment,
+    layout: Layout,
+    doc: SegmentDoc,
+    tensors: dict[str, TensorEntry],
+    sink: SegmentSink,
 ) -> tuple[bytes, int]:
     """Hash the tensors, and make them durable before the header is written."""
-    layout = segment.layout
     jobs: list[Callable[[], tuple[str, int]]] = []
     for spec in layout.specs:
         at = layout.offsets[spec.name] - layout.header_size

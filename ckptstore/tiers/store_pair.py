@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from ckptstore.backends import open_backend
 from ckptstore.backends.exclusion import root_of
+from ckptstore.backends.store_names import canonical
 from ckptstore.errors import (
     CorruptionError,
     NotFoundError,
@@ -141,7 +142,7 @@ class StorePair:
         if not url:
             return None
         theirs = open_backend(url, True, remote.options or None)
-        if theirs.url == local.url or root_of(theirs) == root_of(local.backend) is not None:
+        if canonical(theirs.url) == canonical(local.url) or root_of(theirs) == root_of(local.backend) is not None:
             if remote.url is None:  # this is the remote itself, opened by its own URL
                 return None
             raise UsageError(f"{url}: a store is not its own remote")
@@ -154,7 +155,8 @@ class StorePair:
         who continued the run, and would acknowledge checkpoints that are on this machine alone.
         """
         with contextlib.suppress(NotFoundError, CorruptionError):
-            if configured(read(self.local).catalog) != self.remote.url:
+            known = configured(read(self.local).catalog)
+            if known is None or canonical(known) != canonical(self.remote.url):
                 return
             there = Journal(self.remote.backend)
             try:

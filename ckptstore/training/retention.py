@@ -30,8 +30,8 @@ _LOG: Final = logging.getLogger("ckptstore.training")
 
 BEST: Final = "best"
 """The tag of the best checkpoint."""
-_SHARE: Final = 20
-"""A round may take 1/20 of the time: reading the log takes the interpreter's lock from training."""
+_SHARE: Final = 40
+"""A round may take 1/40 of the time: reading the log takes the interpreter's lock from training."""
 _SHARE_IDLE: Final = 200
 """The same without rules, when a round only checks whether there are some now."""
 _PAUSE_IDLE: Final = 1.0
@@ -174,13 +174,17 @@ class Retention:
                 self._round = None
 
     def _once(self) -> None:
-        catalog = self._store.view().catalog
+        from ckptstore.maintenance.garbage_collection import collect_patiently
+
+        view = self._store.view()
+        catalog = view.catalog
         best = self._keep.best_of(catalog)
         if best is not None and catalog.tags.get(BEST) != best.node:
             self._writer.tag(BEST, best.ref)
             self._writer.poll()  # so that it can retire the former best
-            catalog = self._store.view().catalog
+            view = self._store.view()
+            catalog = view.catalog
         # Also without rules: they may have been removed again, or come with the next request.
         self._idle = not catalog.keep and not catalog.dropped and self._keep.best is None
         if catalog.dropped:
-            self._store.gc()
+            collect_patiently(self._store.journal, since=view)

@@ -50,7 +50,7 @@ class SavePace:
         """Training calls: an iteration is over."""
         self._came = self._clock()
         self._trained = None if self._since is None else max(self._came - self._since, 1e-9)
-        if self._trained is not None and isinstance(self._every, SavePolicy):
+        if self._trained is not None and not isinstance(self._every, int):
             self._every.iterated(self._trained)
 
     def left(self) -> None:

@@ -166,7 +166,7 @@ class StateSaves:
         self._under_way = [one for one in self._under_way if not one.done()]
         failures = [(one.step, error) for one in ended if (error := one.exception()) is not None]
         self._remark_lost([one for one in failures if isinstance(one[1], self._forgiven)])
-        dropped = [one.step for one in ended if isinstance(error := one.exception(), _UNMADE) and error.args]
+        dropped = [step for step, error in failures if isinstance(error, _UNMADE) and error.args]
         if dropped := [step for step in dropped if step != again]:
             steps = ", ".join(map(str, dropped))
             warn(

@@ -74,11 +74,10 @@ class CompressedSaves(SavePath):
     ) -> None:
         """See `SavePath.save`. With a byte budget, the whole state is copied when this returns."""
         found = self._explaining.found(updates, flat)
-        self._first = False
         if self.feeding is not None:
             self._feed(self.feeding, committer, job, flat, found, progress)
         else:
-            self._submit(committer, job, InPlace(flat, found), progress)
+            self.submit(committer, job, InPlace(flat, found), progress)
 
     def begin(self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None) -> None:
         """See `SavePath.begin`. Raises `UsageError`: the byte budget is too small for a unit."""
@@ -86,12 +85,8 @@ class CompressedSaves(SavePath):
             self._feed(self.feeding, committer, job, flat, self._explaining.found(updates, flat), None)
             return
         snapshot = self._snapshots.placed(flat, self._copiers, queued=True)
-        try:
-            copies = Copies(snapshot, *self.copied_updates(flat, updates))
-        except BaseException:
-            snapshot.free()
-            raise
-        self.adopt(committer, job, copies)
+        Copies(snapshot).belongs_to(job)
+        self.adopt(committer, job, Copies(snapshot, *self.copied_updates(flat, updates)))
 
     def _feed(
         self,
@@ -102,12 +97,9 @@ class CompressedSaves(SavePath):
         found: Sequence[Update],
         progress: Progress | None,
     ) -> None:
-        feed = feeding.feed(flat)
-        stage = Bounded(feed, with_sparse_copies(found))
+        stage = Bounded(feeding.copy_of(flat), with_sparse_copies(found))
         with stage.given(job):
-            self._submit(committer, job, stage, progress)
-            job.measured.waited += feed.run()
-        feeding.prepare(flat.nbytes)  # for the next save, if this one was a full
+            stage.run(job, lambda: self.submit(committer, job, stage, progress))
 
     def copied_updates(self, flat: FlatState, updates: Updates | None) -> tuple[Sequence[Update], Snapshot | None]:
         """The updates of a state, with copied gradients."""
@@ -121,14 +113,9 @@ class CompressedSaves(SavePath):
             return (), None
         return with_copies(found, self._snapshots, self._copiers, queued=True)
 
-    def adopt(self, committer: Committer, job: Job, copies: Copies) -> None:
-        """See `SavePath.adopt`."""
+    def submit(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None = None) -> None:
+        """See `SavePath.submit`: the committer's thread stores the state, and does upkeep of the log after it."""
         self._first = False  # also for a state that another caller has copied
-        with copies.given(job):
-            self._submit(committer, job, copies)
-
-    def _submit(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None = None) -> None:
-        """Have the committer's thread store the state, and do upkeep of the log after it."""
         with self._lock:
             self._check_taking()
             self._thread.submit(self._work, committer, job, stage, progress)
@@ -138,29 +125,21 @@ class CompressedSaves(SavePath):
 
     def _work(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None) -> None:
         """Read the state of a job and store it, unless the job was given up. Runs in the committer's thread."""
-        if not job.start(final=self._with_diffs):
-            return
-        kept = False
 
         def store() -> bool:
             return committer.store(job, stage, progress)
 
-        try:
-            # Waiting steps are written with it. They belong to other calls, which an interrupt here must not stop.
-            kept = (store if committer.waiting else in_scope(job.scope, store))()
-            if kept:
-                self._snapshots.kept(stage.flat)
-        except BaseException as error:  # noqa: BLE001  # the save reports it
-            committer.fail(job, error, told=stage.told)
-        finally:
-            stage.let_go(kept=kept)
-            job.finish()
+        if not job.start(final=self._with_diffs):
+            return
+        # Waiting steps are written with it. They belong to other calls, which an interrupt here must not stop.
+        if self._store(committer, job, stage, store if committer.waiting else in_scope(job.scope, store)):
+            self._snapshots.kept(stage.flat)
 
     def prepare(self, flat: FlatState) -> None:
         """See `SavePath.prepare`."""
         self._snapshots.prepare(flat)
         if self.feeding is not None:
-            self.feeding.prepare(flat.nbytes)
+            self.feeding.prepare(flat)
 
     def wake(self) -> None:
         """See `SavePath.wake`. The threads that compress belong to the writer."""

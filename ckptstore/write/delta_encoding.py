@@ -7,7 +7,6 @@ tried. The codec of a tensor is chosen from samples of the tensor, and is used f
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,7 @@ from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Advance
-from ckptstore.host.threads import Workers, cancel_and_wait
+from ckptstore.host.threads import Workers
 from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.packed_segments import drafts, write_stream
 from ckptstore.segments.plain_segments import WrittenState
@@ -119,6 +118,11 @@ class TensorPlan:
     choice: CodecChoice
     based: bool
     master: str | None
+
+    @property
+    def chunks(self) -> int:
+        """The number of its chunks."""
+        return sum(1 for _ in chunk_extents(self.spec.nbytes))
 
     @property
     def params(self) -> dict[str, Any]:
@@ -274,17 +278,15 @@ def choose_all(
 ) -> list[TensorPlan]:
     """Choose how to compress each tensor of `flat`, or each of `names` -> the plans, in the order of the state."""
     masters = _masters(flat)
-    waiting: list[Future[TensorPlan]] = []
+    jobs: list[Callable[[], TensorPlan]] = []
     for name, source in flat.tensors.items():
         if names is not None and name not in names:
             continue
         spec = TensorSpec(name, source.dtype, tuple(source.shape), *place_of(source))
         based = base is not None and base.spec(name) == (spec.dtype, spec.shape)
-        waiting.append(workers.pool.submit(_choose, spec, source, base if based else None, gap, choices, masters, flat))
-    try:
-        return [future.result() for future in waiting]
-    finally:
-        cancel_and_wait(waiting)
+        jobs.append(partial(_choose, spec, source, base if based else None, gap, choices, masters, flat))
+    with closing(workers.in_order(jobs)) as plans:
+        return list(plans)
 
 
 def _choose(

@@ -117,7 +117,7 @@ class Retainer:
         catalog = self._catalog()
         if not catalog.keep:
             return None
-        if not known(catalog.keep):
+        if not self._follows(catalog) and not known(catalog.keep):
             return f"nothing is retired: of the rules {', '.join(catalog.keep)} this version does not know all"
         return "nothing is retired while a slot of the log is damaged" if _damaged(catalog) else None
 
@@ -126,9 +126,15 @@ class Retainer:
         catalog = self._catalog()
         if not catalog.keep or self.unknown() is not None:
             self._keeping = None
-        elif self._keeping is None or self._keeping.rules != catalog.keep:
+        elif not self._follows(catalog):
             self._keeping = RetentionTracker(catalog.keep, catalog)
+            # Prevents: segments that no later commit drops, because a term that crashed retired their checkpoints.
+            self._released.update(catalog.held)
         return self._keeping
+
+    def _follows(self, catalog: Catalog) -> bool:
+        """Whether there is a tracker of the catalog's rules, which are known then."""
+        return self._keeping is not None and self._keeping.rules == catalog.keep
 
     def _retiring(self, change: Change, superfluous: Sequence[Node]) -> Change:
         catalog = self._catalog()

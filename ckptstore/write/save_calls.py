@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +18,7 @@ from ckptstore.host.progress import Progress
 from ckptstore.host.signal_reentry import refuse_within
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.capture.layer_copies import Filling
-from ckptstore.write.capture.layerwise_save import Begun, LayeredSave, Owner, checked_layers
+from ckptstore.write.capture.layerwise_save import LayeredSave, checked_layers
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.committer import Committer
 from ckptstore.write.saves.job import Job
@@ -112,43 +110,32 @@ class SaveCalls(WriterRuntime):
     def _begin_layers(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool) -> LayeredSave:
         """See `Writer.begin`."""
         committer, job, flat = self._admitted(state, step, Labels(), None)
+
+        def submit(now: FlatState, labels: Labels, updates: Updates | None) -> PendingSave:
+            self._begun = None
+            job.labels = labels
+            job.begin(self._meter.begin(now, job.step, time.monotonic()))
+            try:
+                with self._given(job):
+                    self._check_open()
+                    self._explaining.remark_unused(updates)
+                    self._path.adopt(committer, job, Copies(snapshot, *self._path.copied_updates(now, updates)))
+                return self._pending(committer, job)
+            finally:
+                job.measured.returned()
+
         with self._given(job):
             self._enter(job)
             checked_layers(flat, layers)
             if self._layer_pool is None:
                 self._layer_pool = started_pool(self._options.threads, "ckptstore-layers")
             snapshot = self._mapped(flat, step) if direct else self._reserved(flat)
-        begun = LayeredSave(step, flat, layers, snapshot, self._layer_pool, self._owner(committer, job, snapshot))
-        self._begun = Begun(begun)
+            Copies(snapshot).belongs_to(job)
+            begun = LayeredSave(
+                job, flat, layers, snapshot, self._layer_pool, submit=submit, check_open=self._check_open
+            )
+        self._begun = begun.opened
         return begun
-
-    def _owner(self, committer: Committer, job: Job, snapshot: Snapshot) -> Owner:
-        """The owner to which a layer-wise snapshot is returned, finished or not."""
-
-        def give_up() -> None:
-            job.give_up(CancelledError(f"the layer-wise save of step {job.step} was abandoned"))
-            snapshot.free()
-
-        def hand_over(now: FlatState, labels: Labels, updates: Updates | None, filling: Filling) -> PendingSave:
-            self._begun = None
-            job.labels = labels
-            job.begin(self._meter.begin(now, job.step, time.monotonic()))
-            try:
-                with self._given(job):
-                    try:
-                        self._check_open()
-                        self._explaining.remark_unused(updates)
-                        changes = self._path.copied_updates(now, updates)
-                    except BaseException:
-                        filling.stop()
-                        snapshot.free()
-                        raise
-                    self._path.adopt(committer, job, Copies(snapshot, *changes, filling))
-                return self._pending(committer, job)
-            finally:
-                job.measured.returned()
-
-        return Owner(hand_over, give_up, self._check_open)
 
     def _mapped(self, flat: FlatState, step: int) -> Snapshot:
         """A snapshot in memory of the medium.

@@ -13,7 +13,7 @@ from ckptstore.host.progress import Progress
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.committer import Committer
 from ckptstore.write.saves.job import Job
-from ckptstore.write.stage import Copies
+from ckptstore.write.stage import Copies, Stage
 from ckptstore.write.steps.updates import Update, Updates
 
 __all__ = ["SavePath"]
@@ -52,9 +52,31 @@ class SavePath(ABC):
     def begin(self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None) -> None:
         """Copy a state, and have it made durable in the background. When this returns, training continues."""
 
-    @abstractmethod
     def adopt(self, committer: Committer, job: Job, copies: Copies) -> None:
         """Have a state made durable that the caller has copied. Its memory is freed then, also if this raises."""
+        with copies.given(job):
+            self.submit(committer, job, copies)
+
+    @abstractmethod
+    def submit(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None = None) -> None:
+        """Give a state to the thread that stores it. Raises the error with which this ended."""
+
+    @staticmethod
+    def _store(committer: Committer, job: Job, stage: Stage, store: Callable[[], bool]) -> bool:
+        """Store the state of a job that has started, and free it. Runs in the thread that stores.
+
+        Args:
+            store: stores it -> whether the snapshot of `stage` stays in memory, which this returns, too.
+        """
+        kept = False
+        try:
+            kept = store()
+        except BaseException as error:  # noqa: BLE001  # the save reports it
+            committer.fail(job, error, told=stage.told)
+        finally:
+            stage.let_go(kept=kept)
+            job.finish()
+        return kept
 
     def copied_updates(self, flat: FlatState, updates: Updates | None) -> tuple[Sequence[Update], Snapshot | None]:
         """The updates of an adopted state, with copied gradients, and the snapshot that holds the gradients."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ckptstore.formats.states.state import FlatState
 from ckptstore.write.capture.bounded_capture import Feed
-from ckptstore.write.capture.layer_copies import Filling
 from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.capture.unit_copy import UnitCopy
 from ckptstore.write.saves.job import Job
 from ckptstore.write.steps.updates import Update
 
@@ -40,23 +40,34 @@ class Stage:
     def arrive(self) -> None:
         """Wait until the copy is complete. Raises the error of the copy."""
 
+    def stop(self, error: BaseException) -> None:
+        """Stop copying, because the save is given up with `error`. Waits for no copy."""
+
     def let_go(self, *, kept: bool = False) -> None:
         """Free the memory of the state, which nothing reads any more, but not that of the snapshot if it is `kept`."""
 
-    @contextmanager
-    def given(self, job: Job) -> Iterator[None]:
-        """Pass the state to another thread for `job`. If the job is given up before that thread starts it, free it.
-
-        If this ``with`` raises, the job is given up, or another thread has ended it.
+    def belongs_to(self, job: Job) -> None:
+        """Have the state freed if `job` is given up before another thread starts it.
 
         Prevents: a leak of the memory of a save that was cancelled, or that could not be submitted.
         """
 
         def stopped() -> None:
+            error = job.done.exception()
+            assert error is not None
+            self.stop(error)
             if not job.started:
                 self.let_go()
 
         job.stops_with(stopped)
+
+    @contextmanager
+    def given(self, job: Job) -> Iterator[None]:
+        """Pass the state to another thread for `job`, to which it belongs from now on.
+
+        If this ``with`` raises, the job is given up, or another thread has ended it.
+        """
+        self.belongs_to(job)
         try:
             yield
         except BaseException as error:
@@ -72,35 +83,24 @@ class InPlace(Stage):
 class Copies(Stage):
     """A copied state, and copies of the gradients of its updates."""
 
-    def __init__(
-        self,
-        state: Snapshot,
-        updates: Sequence[Update] = (),
-        gradients: Snapshot | None = None,
-        filling: Filling | None = None,
-    ) -> None:
+    def __init__(self, state: Snapshot, updates: Sequence[Update] = (), gradients: Snapshot | None = None) -> None:
         """
         Args:
+            state: the copy. A device, or threads, may still copy to it.
             updates: what the optimizers did; they refer to memory of `gradients`.
-            filling: copies into `state` that are still in progress (`layerwise_save`).
         """
         super().__init__(state.flat, updates)
         self.state = self.snapshot = state
         self._gradients = gradients
-        self._filling = filling
 
     def arrive(self) -> None:
         """See `Stage.arrive`."""
-        if self._filling is not None:
-            self._filling.check()
         self.state.arrive()
         if self._gradients is not None:
             self._gradients.arrive()
 
     def let_go(self, *, kept: bool = False) -> None:
         """See `Stage.let_go`."""
-        if self._filling is not None:
-            self._filling.wait()  # Prevents: a copy into memory that already belongs to another snapshot.
         self.state.land()
         if self._gradients is not None:
             self._gradients.free()
@@ -109,20 +109,27 @@ class Copies(Stage):
 
 
 class Bounded(Stage):
-    """A state that its caller copies unit by unit, under a byte budget, as another thread compresses it."""
+    """A state that its caller copies unit by unit, under a byte budget, as another thread stores it."""
 
-    def __init__(self, feed: Feed, updates: Sequence[Update]) -> None:
-        super().__init__(feed.flat, updates)
-        self.feed = feed
+    def __init__(self, copy: UnitCopy, updates: Sequence[Update] = ()) -> None:
+        super().__init__(copy.flat, updates)
+        self.feed = copy if isinstance(copy, Feed) else None
+        self._copy = copy
+
+    def run(self, job: Job, begin: Callable[[], None]) -> None:
+        """Copy the state, which is `given` for the job. See `UnitCopy.run`."""
+        job.measured.waited += self._copy.run(begin)
 
     @property
     def told(self) -> bool:
         """See `Stage.told`."""
-        assert self.feed is not None
-        return self.feed.told or self.feed.spoiled
+        return self._copy.told
+
+    def stop(self, error: BaseException) -> None:
+        """See `Stage.stop`."""
+        self._copy.stop(error)
 
     def let_go(self, *, kept: bool = False) -> None:
         """See `Stage.let_go`."""
         del kept
-        assert self.feed is not None
-        self.feed.finish()
+        self._copy.finish()

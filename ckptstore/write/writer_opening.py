@@ -217,6 +217,7 @@ def _warn(term: Term, *, asked: bool) -> None:
     if term.parent is None:
         if asked:
             _warn_of_fresh_start(term)
+            _warn_of_lost_beginning(term)
         return
     between = _openings_between(term.catalog, term.parent, term.number)
     _warn_of_other_environment(term.catalog, term.parent, term.number, between)
@@ -228,8 +229,7 @@ def _warn(term: Term, *, asked: bool) -> None:
 
 def _openings_between(catalog: Catalog, parent: CheckpointId, term: int) -> list[TermEntry]:
     """Training terms that continued from the same checkpoint, opened after the checkpoint's own term."""
-    later = (catalog.terms[number] for number in catalog.terms if parent.term < number < term)
-    return [one for one in later if one.parent == parent and "environment" in one.writer]
+    return [one for one in _trainings(catalog) if parent.term < one.term < term and one.parent == parent]
 
 
 def _warn_of_fresh_start(term: Term) -> None:
@@ -248,6 +248,18 @@ def _warn_of_fresh_start(term: Term) -> None:
     )
 
 
+def _warn_of_lost_beginning(term: Term) -> None:
+    """Warn if the last run also began from nothing, and was killed before its first checkpoint."""
+    number = max((one.term for one in _trainings(term.catalog) if one.term < term.number), default=None)
+    if number is not None and (before := term.catalog.terms[number]).parent is None:
+        _warn_of_lost_term(term.catalog, before, None)
+
+
+def _trainings(catalog: Catalog) -> Iterator[TermEntry]:
+    """The terms in which a run was trained; the others are those of tags and of upkeep."""
+    return (one for one in catalog.terms.values() if "environment" in one.writer)
+
+
 def _warn_of_other_environment(catalog: Catalog, parent: CheckpointId, term: int, between: Sequence[TermEntry]) -> None:
     before = catalog.terms[parent.term].writer.get("environment") if parent.term in catalog.terms else None
     now = catalog.terms[term].writer.get("environment")
@@ -261,15 +273,21 @@ def _warn_of_other_environment(catalog: Catalog, parent: CheckpointId, term: int
         )
 
 
-def _warn_of_lost_term(catalog: Catalog, before: TermEntry, parent: CheckpointId) -> None:
-    """Warn that a killed term has left no checkpoint, if steps may have waited for a batch in it."""
+def _warn_of_lost_term(catalog: Catalog, before: TermEntry, parent: CheckpointId | None) -> None:
+    """Warn that a killed term has left no checkpoint, if steps may have waited for a batch in it.
+
+    Args:
+        parent: the checkpoint that it and this term continue from; None: both begin from nothing.
+    """
     if "batch" not in before.writer or before.extra.get(CLOSED):
         return
     if catalog.checkpoints.highest(before.term) is not None:
         return  # going back on purpose
+    steps = "" if parent is None else f" ({parent.step + 1} and following)"
+    what = "begins from nothing" if parent is None else f"continues from {parent.ref}"
     warn(
-        f"term {before.term} ended without closing, before its first checkpoint was durable: no step that it computed "
-        f"({parent.step + 1} and following) is in the store; training continues from {parent.ref}",
+        f"term {before.term} ended without closing, before its first checkpoint was durable: no step that it computed"
+        f"{steps} is in the store; training {what}",
         LostStepsWarning,
     )
 

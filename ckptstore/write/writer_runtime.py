@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import itemgetter
 from typing import TypeAlias, TypeVar
 
@@ -20,7 +20,7 @@ from ckptstore.host import interpreter_exit, sigterm
 from ckptstore.host.background_threads import Periodic
 from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import warns_last
-from ckptstore.host.threads import WORTH_THREADS, SleepingPool, default_threads, started_pool
+from ckptstore.host.threads import WORTH_THREADS, SleepingPool, started_pool
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.journal import Journal
@@ -29,8 +29,9 @@ from ckptstore.log.term import Term
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.background_task import Companion
 from ckptstore.write.capture.bounded_capture import Feeding
-from ckptstore.write.capture.layerwise_save import Begun
+from ckptstore.write.capture.layerwise_save import OpenSave
 from ckptstore.write.capture.snapshot import SnapshotPool
+from ckptstore.write.capture.unit_copy import StagedMemory
 from ckptstore.write.committer import Committer
 from ckptstore.write.compressed_saves import CompressedSaves
 from ckptstore.write.deltas import Deltas
@@ -99,7 +100,7 @@ class WriterRuntime(Writer):
         self._lock = threading.Lock()
         self._polls: Periodic | None = None
         self._layer_pool: ThreadPoolExecutor | None = None  # copies layers and nothing else; from the first `begin`
-        self._begun: Begun | None = None
+        self._begun: OpenSave | None = None
         self._companion: Companion | None = None
         if options.poll_seconds is not None:
             self._polls = Periodic(options.poll_seconds, self._poll_beside, "requests")
@@ -155,16 +156,13 @@ class WriterRuntime(Writer):
                 options.max_in_flight,
                 self._backend.begin_save,
                 options.threads,
-                options.memory,
+                StagedMemory(
+                    options.memory, options.max_in_flight, self._background.submit, self._backend.segment_bytes
+                ),
                 commit=self._thread,
                 tend=self._upkeep,
-                background=self._background.submit,
-                segment_bytes=self._backend.segment_bytes,
             )
-        feeding = None
-        if options.memory is not None:
-            copiers = SleepingPool(default_threads(), "ckptstore-copy")
-            feeding = Feeding(options.memory, copiers, self._background.submit)
+        feeding = None if options.memory is None else Feeding(options.memory, self._background.submit)
         return CompressedSaves(
             self._explaining, self._snapshots, self._blocks, thread=self._thread, tend=self._tend, feeding=feeding
         )
@@ -176,10 +174,10 @@ class WriterRuntime(Writer):
         if isinstance(self._path, FullSaves):
             # Only `save_async` uses either: a caller of `save` alone must not pay for the memory of a whole state.
             if options.memory is not None or options.max_in_flight > 1:
-                self._path.expect(nbytes)
+                self._path.memory.expect(nbytes)
         elif isinstance(self._path, CompressedSaves) and self._path.feeding is not None:
             self._snapshots.expect(nbytes)
-            self._path.feeding.prepare(nbytes)
+            self._path.feeding.expect(nbytes)
 
     def _wake_for(self, nbytes: int) -> None:
         """Start the threads that copy, hash and write, if a state of `nbytes` bytes is large enough to need them.
@@ -282,17 +280,25 @@ class WriterRuntime(Writer):
 
         Raises no error of a step: the save of that step does.
         """
-        self._submit(self._committer.flush_and_close).result()
+        try:
+            self._submit(self._committer.flush_and_close).result()
+        except WriterClosedError:
+            if self._ended is None:
+                raise
+            wait([self._ended])  # closing writes them
 
     @warns_last
     def close(self) -> None:
         """See `Writer.close`."""
         if self._process != os.getpid():
             return  # a fork: threads, bases and pins belong to the parent process
-        sigterm.forget(self)
         if self._companion is not None:
             self._companion.close()  # before the end: it may be waiting for its own commit
-        interpreter_exit.await_end(self, interrupted=self._interrupted)
+        try:
+            interpreter_exit.await_end(self, interrupted=self._interrupted)
+        finally:
+            # Prevents: waiting steps lost to a SIGTERM that comes while closing writes them.
+            sigterm.forget(self)
         if self._polls is not None:
             self._polls.stop()
         self._path.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
 LOST = CorruptionError.exit_code
 """Exit code if a checkpoint, or a tag, is lost."""
 _MOST = 20
-_BUILDS = "what it builds on is lost: "
-_BASE = re.compile(rf"^{_BUILDS}([0-9]+@[0-9]+)\Z")
 
 
 @make_command(
@@ -79,7 +75,7 @@ def _print(done: Repaired) -> None:
         say(f"{click.style('damaged', fg='red', bold=True)}  {one.key}: {one.what}", hanging=9)
     if len(done.damage) > _MOST:
         click.echo(f"... and {len(done.damage) - _MOST:,} more (--json lists all)")
-    _print_lost("lost", done.lost)
+    _print_lost(done)
     for name, ref in done.tags.items():
         say(f"{click.style('lost', fg='red', bold=True)}     tag {name}, which named {ref}", hanging=9)
     kept = checkpoints(done.kept) if done.kept else "no checkpoint"
@@ -98,16 +94,17 @@ def _print(done: Repaired) -> None:
         )
 
 
-def _print_lost(label: str, lost: Mapping[str, str]) -> None:
+def _print_lost(done: Repaired) -> None:
     """Print every lost checkpoint: that is what the command is for. Those lost for the same reason share a line."""
-    together: dict[str, list[str]] = {}
-    for ref, why in lost.items():
+    together: dict[tuple[str | None, str], list[str]] = {}
+    for ref, why in done.lost.items():
         root, seen = ref, {ref}
-        while (found := _BASE.search(lost.get(root, ""))) is not None and found[1] not in seen:
-            root = found[1]
+        while (base := done.lost_bases.get(root)) is not None and base not in seen:
+            root = base
             seen.add(root)
-        far = root != ref and (root in lost or len(seen) > 2)
-        together.setdefault(f"{_BUILDS}{root}" if far else why, []).append(ref)
-    for why, refs in together.items():
-        text = f"they build on {why.removeprefix(_BUILDS)}" if why.startswith(_BUILDS) and len(refs) > 1 else why
-        say(f"{click.style(label, fg='red', bold=True)}     {ranges(refs)}: {text}", hanging=9)
+        together.setdefault((None, why) if root == ref else (root, ""), []).append(ref)
+    for (built_on, why), refs in together.items():
+        text = why
+        if built_on is not None:
+            text = f"they build on {built_on}" if len(refs) > 1 else f"what it builds on is lost: {built_on}"
+        say(f"{click.style('lost', fg='red', bold=True)}     {ranges(refs)}: {text}", hanging=9)

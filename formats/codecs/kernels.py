@@ -12,7 +12,7 @@ A *word* is one number of the tensor (1, 2, 4 or 8 bytes). A *plane* has the sam
 from __future__ import annotations
 
 import threading
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +50,8 @@ def scratch(role: str, count: int, word: int = 1) -> Words:
     buffer = buffers.get(role)
     if buffer is None or buffer.nbytes < count * word:
         buffer = buffers[role] = np.empty(max(count * word, 1 << 12), np.uint8)
-    return cast(Words, buffer[: count * word].view(WORDS[word]))
+    words: Words = buffer[: count * word].view(WORDS[word])
+    return words
 
 
 def tiles(count: int, word: int) -> list[slice]:

@@ -11,7 +11,7 @@ import copy
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from ckptstore.errors import CorruptLogError
 from ckptstore.formats.history.columns import CheckpointRows, EncodingRows, SegmentRows, SlotRows
@@ -34,6 +34,9 @@ from ckptstore.formats.history.tables import NodeTable, Table
 from ckptstore.formats.history.term_members import CLOSED, HIGHEST, LACKS, REACHED, REMOTE
 
 __all__ = ["CLOSED", "HIGHEST", "LACKS", "REACHED", "REMOTE", "Catalog", "CatalogBuilder", "TermEntry"]
+
+_MOST_FOUND: Final = 1024
+"""The most checkpoints that a catalog remembers to be restorable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class Catalog:
     keep: tuple[str, ...] = ()
     keep_seq: int = -1
     _edges: EdgeIndex | None = field(default=None, repr=False, compare=False)
+    _found: set[Node] = field(default_factory=set, init=False, repr=False, compare=False)  # see `restorable`
 
     def apply(self, record: Record, seq: int) -> Catalog:
         """Return a new catalog with `record` from slot `seq` applied. This catalog does not change."""
@@ -141,25 +145,46 @@ class Catalog:
             self._edges = EdgeIndex(self.encodings)
         return self._edges
 
+    def bases(self, node: Node) -> set[Node]:
+        """Return the checkpoints that the encodings of `node` are against."""
+        return {edge.base.node for edge in self.encodings.get(node, ()) if edge.base is not None}
+
+    def dependents(self, node: Node) -> list[Node]:
+        """Return the checkpoints with a live encoding against `node`."""
+        return [other for other in self.edges().dependents(node) if node in self.bases(other)]
+
     def find(self, node: Node) -> CheckpointEntry | None:
         """Return the checkpoint, promised or held; None if there is none."""
         return self.checkpoints.get(node) or self.held.get(node)
 
     def restorable(self, identity: CheckpointId) -> bool:
-        """Whether a path of live encodings leads to exactly this checkpoint, promised or held."""
+        """Whether a path of live encodings leads to exactly this checkpoint, promised or held.
+
+        The search ends at a checkpoint for which a path was found before. `CatalogBuilder` forgets those whose path a
+        record may have removed. So what a save asks does not take longer with each save of its chain.
+        """
         entry = self.find(identity.node)
         if entry is None or entry.state != identity.state:
             return False
         stack, seen = [identity.node], {identity.node}
         while stack:
-            for edge in self.encodings.get(stack.pop(), ()):
+            node = stack.pop()
+            if node in self._found:
+                return self._note_found(identity.node)
+            for edge in self.encodings.get(node, ()):
                 if edge.base is None:
-                    return True
+                    return self._note_found(identity.node)
                 base = self.find(edge.base.node)
                 if base is not None and base.state == edge.base.state and base.node not in seen:
                     seen.add(base.node)
                     stack.append(base.node)
         return False
+
+    def _note_found(self, node: Node) -> bool:
+        if len(self._found) >= _MOST_FOUND:
+            self._found.clear()
+        self._found.add(node)
+        return True
 
     def reached(self) -> int | None:
         """Return the highest step that the newest term ever promised, limited to the steps below its first gap.
@@ -341,8 +366,7 @@ class CatalogBuilder:
         self._add(record, seq)
         for node in record.retires:
             self._retire(node)
-        for segment in record.drops:
-            self._drop(segment)
+        self._forget_paths({node for segment in record.drops for node in self._drop(segment)})
         for name, tagged in record.tags.items():
             if tagged is None:
                 catalog.tags.pop(name, None)
@@ -398,10 +422,14 @@ class CatalogBuilder:
         for segment in record.segments:
             catalog.segments[segment.id] = segment
         for checkpoint in record.checkpoints:
+            before = catalog.checkpoints.get(checkpoint.node)
             catalog.checkpoints[checkpoint.node] = checkpoint
             catalog.slots[checkpoint.node] = seq
             # Prevents: a fold that every reader ignores because it has a checkpoint both as promised and as held.
-            catalog.held.pop(checkpoint.node, None)
+            held = catalog.held.pop(checkpoint.node, None)
+            # Prevents: a path through a checkpoint whose state is another one now, as a damaged log can say.
+            if before is not None or held is not None:
+                catalog._found.clear()
         added: dict[Node, list[Encoding]] = {}  # grouped, because one checkpoint may get a million of them
         for edge in record.encodings:
             added.setdefault(edge.checkpoint, []).append(edge)
@@ -419,13 +447,15 @@ class CatalogBuilder:
         if node[0] == catalog.term:
             catalog.spent.add(node[1])
 
-    def _drop(self, segment: str) -> None:
+    def _drop(self, segment: str) -> list[Node]:
+        """Drop a segment, with the encodings that read it -> the checkpoints that had those."""
         catalog = self.catalog
         entry = catalog.segments.pop(segment, None)
         if entry is None or entry.term == catalog.term:
             catalog.dropped.add(segment)
         index = catalog.edges()
-        for node in index.users(segment):
+        nodes = list(index.users(segment))
+        for node in nodes:
             edges = catalog.encodings.get(node, ())
             kept = tuple(edge for edge in edges if segment not in edge.segments)
             for edge in edges:
@@ -436,6 +466,15 @@ class CatalogBuilder:
             else:
                 catalog.encodings.pop(node, None)
                 catalog.held.pop(node, None)
+        return nodes
+
+    def _forget_paths(self, nodes: set[Node]) -> None:
+        """Forget the paths that led through encodings which `nodes` had until now."""
+        catalog = self.catalog
+        catalog._found.difference_update(nodes)
+        # Prevents: a checkpoint that counts as restorable after a segment on its path was dropped.
+        if catalog._found and any(catalog.dependents(node) for node in nodes):
+            catalog._found.clear()
 
 
 def _tables(catalog: Catalog) -> tuple[Table[Any, Any], ...]:
@@ -443,10 +482,10 @@ def _tables(catalog: Catalog) -> tuple[Table[Any, Any], ...]:
 
 
 def _copied(catalog: Catalog) -> Catalog:
-    """Return a copy with its own changes, dictionaries and sets. Rows are shared; the index is not copied."""
+    """Return a copy with its own changes, dictionaries and sets. Rows are shared; the indexes are not copied."""
     twin = copy.copy(catalog)
     for name in ("terms", "checkpoints", "slots", "held", "encodings", "segments", "dropped", "spent", "tags"):
         setattr(twin, name, getattr(catalog, name).copy())
     twin.requests, twin.manifests = dict(catalog.requests), dict(catalog.manifests)
-    twin._edges = None
+    twin._edges, twin._found = None, set()
     return twin

@@ -59,6 +59,7 @@ class _CatalogAfter:
         self.checkpoints = {checkpoint.node: checkpoint for checkpoint in record.checkpoints}
         self.added: dict[Node, list[Encoding]] = {}
         self.added_dependents: dict[Node, list[Node]] = {}
+        self._losing: set[Node] | None = None
         for edge in record.encodings:
             self.added.setdefault(edge.checkpoint, []).append(edge)
             if edge.base is not None:
@@ -80,6 +81,18 @@ class _CatalogAfter:
     def dependents(self, node: Node) -> list[Node]:
         return [*self.catalog.edges().dependents(node), *self.added_dependents.get(node, ())]
 
+    def losing(self) -> set[Node]:
+        """The checkpoints that may lose a path: users of dropped segments, and what builds on those."""
+        if self._losing is None:
+            stack = [node for segment in self.drops for node in self.catalog.edges().users(segment)]
+            self._losing = set()
+            while stack:
+                node = stack.pop()
+                if node not in self._losing:
+                    self._losing.add(node)
+                    stack += self.dependents(node)
+        return self._losing
+
     def restorable(self, node: Node) -> bool:
         stack, seen = [node], {node}
         while stack:
@@ -87,9 +100,13 @@ class _CatalogAfter:
                 if edge.base is None:
                     return True
                 base = self.find(edge.base.node)
-                if base is not None and base.state == edge.base.state and base.node not in seen:
-                    seen.add(base.node)
-                    stack.append(base.node)
+                if base is None or base.state != edge.base.state or base.node in seen:
+                    continue
+                # A path that the catalog has stays, unless the record drops a segment of it.
+                if base.node not in self.losing() and self.catalog.restorable(edge.base):
+                    return True
+                seen.add(base.node)
+                stack.append(base.node)
         return False
 
 
@@ -175,7 +192,7 @@ def _check_tags(after: _CatalogAfter) -> None:
 def droppable(catalog: Catalog, retires: Iterable[Node], keep: Iterable[Node] = ()) -> tuple[str, ...]:
     """Return the ids of the segments that no promised checkpoint needs once `retires` are retired.
 
-    Only the retired checkpoints, and unpromised ones connected to them, are visited.
+    Only the retired checkpoints, what builds on them and, below those that nobody needs, their bases are visited.
 
     Args:
         catalog: the catalog to which the record will be applied.
@@ -183,24 +200,54 @@ def droppable(catalog: Catalog, retires: Iterable[Node], keep: Iterable[Node] = 
         keep: (term, step) of bases of encodings that are about to be committed.
     """
     retired = set(retires)
-    unpromised: set[Node] = set()
-    needed_by_others = set(keep)
+    uses = _Uses(catalog, retired, keep)
     stack = list(retired)
     while stack:
         node = stack.pop()
-        if node in unpromised:
-            continue
-        unpromised.add(node)
-        for other in (*_bases(catalog, node), *_dependents(catalog, node)):
-            if other in retired or other not in catalog.checkpoints:
-                stack.append(other)
-            elif node in _bases(catalog, other):
-                needed_by_others.add(node)
-    garbage = unpromised - needed(catalog, needed_by_others)
+        if node in retired or node not in catalog.checkpoints:
+            for one in uses.unneeded(node):  # what only those were built on is not needed either
+                stack += catalog.bases(one)
+    garbage = uses.garbage
     segments = dict.fromkeys(
         segment for node in sorted(garbage) for edge in catalog.encodings.get(node, ()) for segment in edge.segments
     )
     return tuple(segment for segment in segments if garbage.issuperset(users(catalog, segment)))
+
+
+class _Uses:
+    """What promised checkpoints need, found from the checkpoints asked about, upwards.
+
+    Attributes:
+        garbage: the checkpoints found so far that no promised one needs.
+    """
+
+    def __init__(self, catalog: Catalog, retired: set[Node], keep: Iterable[Node]) -> None:
+        self.garbage: set[Node] = set()
+        self._catalog = catalog
+        self._retired = retired
+        self._needed = set(keep)
+
+    def unneeded(self, start: Node) -> list[Node]:
+        """The checkpoints that are new in `garbage`: `start` and all that build on it, unless any of them is needed."""
+        if start in self.garbage:
+            return []
+        below = {start: start}  # each one found -> the one it builds on
+        stack = [start]
+        while stack:
+            node = stack.pop()
+            if node in self._needed or (node in self._catalog.checkpoints and node not in self._retired):
+                while node != start:
+                    self._needed.add(node)
+                    node = below[node]
+                self._needed.add(start)
+                return []
+            for other in self._catalog.dependents(node):
+                if other not in self.garbage and other not in below:
+                    below[other] = node
+                    stack.append(other)
+        new = [node for node in below if node not in self.garbage]
+        self.garbage.update(new)
+        return new
 
 
 def pinned(catalog: Catalog, kept: Iterable[Node], current: Iterable[Node]) -> tuple[list[Node], int]:
@@ -218,15 +265,6 @@ def pinned(catalog: Catalog, kept: Iterable[Node], current: Iterable[Node]) -> t
         if segment in catalog.segments and held.issuperset(users(catalog, segment))
     )
     return sorted(held), nbytes
-
-
-def _bases(catalog: Catalog, node: Node) -> set[Node]:
-    return {edge.base.node for edge in catalog.encodings.get(node, ()) if edge.base is not None}
-
-
-def _dependents(catalog: Catalog, node: Node) -> list[Node]:
-    """Return the checkpoints with a live encoding against `node`."""
-    return [other for other in catalog.edges().dependents(node) if node in _bases(catalog, other)]
 
 
 def users(catalog: Catalog, segment: str) -> Iterator[Node]:
@@ -250,5 +288,5 @@ def needed(
         if node not in found:
             found.add(node)
             if node not in without:
-                stack += _bases(catalog, node)
+                stack += catalog.bases(node)
     return found

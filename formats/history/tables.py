@@ -24,6 +24,9 @@ costs at most that many entries; new rows cost a copy of all columns."""
 _BATCH: Final = 256
 """Rows that are read together when iterating downwards."""
 
+_RAISE: Final[Any] = object()
+"""The default of `Table.pop` that stands for none."""
+
 K = TypeVar("K", bound=Any)
 V = TypeVar("V")
 D = TypeVar("D")
@@ -95,13 +98,25 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         self.changes[key] = value
 
     def __delitem__(self, key: K) -> None:
-        if key not in self:
+        if self.pop(key, None) is None:
             raise KeyError(key)
+
+    def pop(self, key: K, default: Any = _RAISE) -> Any:
+        """See `dict.pop`. Looks the key up once."""
+        start, stop = self.rows.find(key)
+        value = self.changes.get(key)
+        if value is None and key not in self.changes and start < stop:
+            value = self.rows.value(start, stop)
+        if value is None:
+            if default is _RAISE:
+                raise KeyError(key)
+            return default
         self._longer -= 1
-        if self._among_rows(key):
+        if start < stop:
             self.changes[key] = None
         else:
             del self.changes[key]
+        return value
 
     def __len__(self) -> int:
         return self.rows.count + self._longer

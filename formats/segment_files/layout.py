@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckptstore.errors import FormatError
 from ckptstore.formats import dtypes
@@ -23,6 +24,7 @@ __all__ = [
     "RESERVED_PREFIX",
     "SEGMENT_LIMIT",
     "Layout",
+    "PlannedHeader",
     "TensorSpec",
     "chunk_count",
     "chunk_extents",
@@ -100,6 +102,32 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedHeader:
+    """The text of a plain segment's header around the two columns that are known last.
+
+    Attributes:
+        document: what the text was made of, to compare with the document that is written.
+        before: the text up to the hashes.
+        between: the text between hashes and digests; a header without digests does not have it.
+        after: the rest.
+    """
+
+    document: tuple[Any, ...]
+    before: bytes
+    between: bytes
+    after: bytes
+
+    def length(self, cells: int, digests: int | None) -> int:
+        """Bytes of the text with this number of characters in the column of hashes, and of digests (None: without)."""
+        return len(self.before) + cells + (0 if digests is None else len(self.between) + digests) + len(self.after)
+
+    def text(self, hashes: str, digests: str | None) -> bytes:
+        """The whole text. The columns are hex digits, which JSON text holds as they are."""
+        column = b"" if digests is None else self.between + digests.encode("ascii")
+        return b"".join((self.before, hashes.encode("ascii"), column, self.after))
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The positions of the tensors in a plain segment.
 
@@ -108,14 +136,15 @@ class Layout:
         header_size: bytes before the data, a multiple of `ALIGN`, including the 8-byte length field.
         offsets: absolute file offset of each tensor, by name, in file order.
         size: length of the file in bytes.
-        members: the tensors' part of the header text, if it was already built to compute its length; not compared.
+        header: the header's text without its hashes, which was built to compute its length; None: not built yet. Not
+            compared.
     """
 
     specs: tuple[TensorSpec, ...]
     header_size: int
     offsets: Mapping[str, int]
     size: int
-    members: bytes | None = field(default=None, repr=False, compare=False)
+    header: PlannedHeader | None = field(default=None, repr=False, compare=False)
 
 
 def order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:

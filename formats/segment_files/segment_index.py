@@ -152,9 +152,9 @@ def _described(tensors: _RowTable, entry: TensorEntry) -> int:
 
 
 def _encoded(codecs: _RowTable, entry: TensorEntry) -> int:
-    # The key is JSON text: in Python True == 1 == 1.0, but JSON distinguishes them.
-    row = [entry.codec, dict(entry.params)]
-    return codecs.row(jsontext.dumps(row), row)
+    # The key has the parameters as JSON text: in Python True == 1 == 1.0, but JSON distinguishes them.
+    params = dict(entry.params)
+    return codecs.row((entry.codec, jsontext.dumps(params) if params else b""), [entry.codec, params])
 
 
 def _check_tiling(chunks: Sequence[Chunk], payload: int, header_size: int, where: str) -> None:

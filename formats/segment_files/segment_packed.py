@@ -52,10 +52,10 @@ def plan_packed(draft: SegmentDoc) -> int:
     Raises:
         FormatError: the document is invalid, or the header exceeds `HEADER_LIMIT`.
     """
-    identity_members(draft, PACKED)  # raises if a reader would refuse the document
-    longest = replace(draft, generation=MAX_INT)
+    identity = identity_members(draft, PACKED) | {"generation": MAX_INT}
     pointer = _pointer(INDEX_LIMIT, "0" * 32)
-    size = padded(LENGTH.size + len(_header_text(longest, MAX_SIZE, INDEX_LIMIT, pointer, _RESERVED_USES)))
+    text = _header_text(draft.segment, identity, MAX_SIZE, INDEX_LIMIT, pointer, _RESERVED_USES)
+    size = padded(LENGTH.size + len(text))
     if size > HEADER_LIMIT:
         raise FormatError(f"segment {draft.segment}: a header of {size} bytes; at most {HEADER_LIMIT} are allowed")
     return size
@@ -78,7 +78,8 @@ def encode_packed(doc: SegmentDoc, payload: int, header_size: int) -> tuple[byte
     stored = zstandard.ZstdCompressor(level=_LEVEL).compress(index)
     if max(len(index), len(stored)) > INDEX_LIMIT:
         raise FormatError(f"segment {doc.segment}: an index of {len(index)} bytes; at most {INDEX_LIMIT} are allowed")
-    header = _header_text(doc, payload, len(stored), _pointer(len(index), xxh3_128(stored)), uses_of(members))
+    pointer, identity = _pointer(len(index), xxh3_128(stored)), identity_members(doc, PACKED)
+    header = _header_text(doc.segment, identity, payload, len(stored), pointer, uses_of(members))
     return frame(header, header_size), stored
 
 
@@ -131,9 +132,11 @@ def _pointer(length: int, digest: str) -> dict[str, Any]:
     return {"codec": "zstd", "length": length, "hash": digest}
 
 
-def _header_text(doc: SegmentDoc, payload: int, stored: int, pointer: Mapping[str, Any], uses: Sequence[str]) -> bytes:
-    document = identity_members(doc, PACKED) | {USES: list(uses), "index": dict(pointer)}
-    text = jsontext.bounded(document, what=f"segment {doc.segment}: header").decode("ascii")
+def _header_text(
+    segment: str, identity: dict[str, Any], payload: int, stored: int, pointer: dict[str, Any], uses: Sequence[str]
+) -> bytes:
+    document = identity | {USES: list(uses), "index": pointer}
+    text = jsontext.bounded(document, what=f"segment {segment}: header").decode("ascii")
     return jsontext.dumps(
         {
             "__metadata__": {"format": "pt", "ckptstore": text},

@@ -1,7 +1,8 @@
 """The plain form of a segment: an ordinary ``.safetensors`` file with the tensors under their own names.
 
 Everything in the header except hashes and digests is known before the data is read, and those have a fixed width.
-Therefore the size of the header is exact before the first byte is written. The header is written last.
+Therefore the size of the header is exact before the first byte is written. The header is written last: the text that
+was built to compute its size, with the hashes and digests filled in.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ckptstore.formats.history.members import Members, natural
 from ckptstore.formats.segment_files.layout import (
     HEADER_LIMIT,
     Layout,
+    PlannedHeader,
     TensorSpec,
     chunk_count,
     chunk_extents,
@@ -65,10 +67,9 @@ def plan_plain(specs: Iterable[TensorSpec], draft: SegmentDoc, *, digests: bool 
     """
     ordered = order(specs)
     cells = sum(chunk_count(spec.nbytes) for spec in ordered)
-    blank = "0" * WIDTH
-    members = _members_text(ordered, draft)
-    header = _header_text(ordered, members, draft, blank * cells, blank * len(ordered) if digests else None)
-    return replace(place(ordered, padded(LENGTH.size + len(header))), members=members)
+    header = _planned_header(ordered, draft)
+    size = header.length(WIDTH * cells, WIDTH * len(ordered) if digests else None)
+    return replace(place(ordered, _header_size(draft, size)), header=header)
 
 
 def raw_entry(layout: Layout, spec: TensorSpec, hashes: Sequence[str], digest: int | None = None) -> TensorEntry:
@@ -109,8 +110,13 @@ def encode_plain(layout: Layout, doc: SegmentDoc) -> bytes:
         hashes += [chunk.stored_hash for chunk in entry.chunks]
     digests = [entries[spec.name].digest for spec in layout.specs]
     column = None if all(digest is None for digest in digests) else digest_column(digests)
-    members = _members_text(layout.specs, doc) if layout.members is None else layout.members
-    return frame(_header_text(layout.specs, members, doc, hash_column(hashes), column), layout.header_size)
+    header = layout.header or _planned_header(layout.specs, doc)
+    # Prevents: a segment with the tree or the base of another checkpoint, because the document changed since the plan.
+    if header.document != _described(doc):
+        raise FormatError(f"segment {doc.segment}: its document differs from the planned one")
+    text = header.text(hash_column(hashes), column)
+    _header_size(doc, len(text))
+    return frame(text, layout.header_size)
 
 
 def read_plain(members: Mapping[str, Any], document: Members, header_size: int, size: int, where: str) -> SegmentDoc:
@@ -146,18 +152,39 @@ def read_plain(members: Mapping[str, Any], document: Members, header_size: int, 
     return replace(doc, trees=trees, tensors={doc.steps[0]: tensors}, extra=document.rest())
 
 
-def _header_text(
-    specs: Sequence[TensorSpec], members: bytes, doc: SegmentDoc, hashes: str, digests: str | None
-) -> bytes:
-    """Build the header text around `members` from `_members_text`, which does not depend on the hashes."""
+def _planned_header(specs: Sequence[TensorSpec], doc: SegmentDoc) -> PlannedHeader:
+    """Build all of the header that does not depend on the data of the tensors `specs`, which are in file order."""
     what = f"segment {doc.segment}: header"
-    document_text = jsontext.bounded(_document(specs, doc, hashes, digests), what=what).decode("ascii")
-    own = jsontext.bounded({"__metadata__": {"format": "pt", "ckptstore": document_text}}, what=what)
-    text = own[:-1] + b"," + members[1:] if specs else own
-    jsontext.check(text, what=what)
-    if padded(LENGTH.size + len(text)) > HEADER_LIMIT:
-        raise FormatError(f"segment {doc.segment}: a header of {len(text)} bytes; at most {HEADER_LIMIT} are allowed")
-    return text
+    # The columns add no values: what can be read without them can be read with them.
+    document = jsontext.bounded(_document(specs, doc, "", ""), what=what)
+    after = b'"' + (b"," if doc.extra else b"") + jsontext.dumps(dict(doc.extra))[1:]
+    between = b'","digests":"'
+    before = document.removesuffix(between + after)
+    front, back = jsontext.dumps({"__metadata__": {"format": "pt", "ckptstore": "-"}}).split(b"-")
+    if specs:
+        back = back[:-1] + b"," + _members_text(specs, doc)[1:]
+    header = PlannedHeader(_described(doc), front + _within(before), _within(between), _within(after) + back)
+    jsontext.check(header.text("", None), what=what)
+    return header
+
+
+def _within(text: bytes) -> bytes:
+    """Return the text as it stands within a JSON string."""
+    return jsontext.dumps(text.decode("ascii"))[1:-1]
+
+
+def _described(doc: SegmentDoc) -> tuple[Any, ...]:
+    """Return what the header says of the document, except for its tensors."""
+    about = (doc.run, doc.term, doc.segment, doc.generation, doc.encodings, doc.parents, doc.trees)
+    return (*about, doc.incompat, doc.ro_compat, doc.extra)
+
+
+def _header_size(doc: SegmentDoc, length: int) -> int:
+    """Return the bytes before the data for a header text of `length` bytes. Raises `FormatError` if it is too long."""
+    size = padded(LENGTH.size + length)
+    if size > HEADER_LIMIT:
+        raise FormatError(f"segment {doc.segment}: a header of {length} bytes; at most {HEADER_LIMIT} are allowed")
+    return size
 
 
 def _members_text(specs: Sequence[TensorSpec], doc: SegmentDoc) -> bytes:
@@ -172,7 +199,7 @@ def _members_text(specs: Sequence[TensorSpec], doc: SegmentDoc) -> bytes:
     return jsontext.bounded(members, what=f"segment {doc.segment}: header")
 
 
-def _document(specs: Sequence[TensorSpec], doc: SegmentDoc, hashes: str, digests: str | None) -> dict[str, Any]:
+def _document(specs: Sequence[TensorSpec], doc: SegmentDoc, hashes: str, digests: str) -> dict[str, Any]:
     if len(doc.steps) != 1:
         raise FormatError(f"segment {doc.segment}: a plain segment holds one step, not {len(doc.steps)}")
     document = identity_members(doc, PLAIN)
@@ -184,8 +211,7 @@ def _document(specs: Sequence[TensorSpec], doc: SegmentDoc, hashes: str, digests
         document["shards"] = shards
     document["trees"] = {str(step): tree for step, tree in doc.trees.items()}
     document["hashes"] = hashes
-    if digests is not None:
-        document["digests"] = digests
+    document["digests"] = digests
     return with_extra(document, doc)
 
 

@@ -287,7 +287,10 @@ _CONTAINERS: Final = frozenset({dict, list, tuple, *_MAPPINGS, *_SETS})
 
 def _is_plain(mapping: dict[Any, Any]) -> bool:
     """Whether a JSON object can store it: all keys are strings, and none looks like a tag."""
-    return all(type(key) is str and key[:1] != "$" and values.is_plain_text(key) for key in mapping)
+    if not set(map(type, mapping)) <= {str}:
+        return False
+    text = "".join(mapping)
+    return values.is_plain_text(text) and ("$" not in text or all(key[:1] != "$" for key in mapping))
 
 
 def _check_depth(depth: int) -> None:

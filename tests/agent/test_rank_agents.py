@@ -47,7 +47,7 @@ from ckptstore.write.writer_options import WriterOptions
 from tests.agent.lives import ROOT, agents, kill, until
 from tests.agent.rank_trainer import OPTIONS, state
 from tests.forms import long_only
-from tests.write.rank_threads import as_ranks
+from tests.write.rank_threads import Clock, as_ranks
 
 
 def trainer(*arguments: object) -> subprocess.Popen[str]:
@@ -476,8 +476,23 @@ def test_ranks_that_cannot_have_agents_begin_none(tmp_path: Path, runtime: Path)
     assert agents(runtime) == []
 
 
-def test_a_rank_gets_an_error_at_once_if_another_did_not_come(tmp_path: Path, runtime: Path) -> None:
-    box, late = LocalMailbox(), RankOptions(timeout=2)
+class Impatient(LocalMailbox):
+    """Hours pass once a rank has come."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def set(self, key: str, value: bytes) -> None:
+        super().set(key, value)
+        if "/here/" in key:
+            self._clock.put_forward()
+
+
+def test_a_rank_gets_an_error_at_once_if_another_did_not_come(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box, late = Impatient(Clock(monkeypatch)), RankOptions(timeout=600)
 
     def work(group: Group) -> None:
         ckptstore.agent.writer(tmp_path / "store", group=Group(group.rank, 3, box), ranks=late)
@@ -485,7 +500,7 @@ def test_a_rank_gets_an_error_at_once_if_another_did_not_come(tmp_path: Path, ru
     told = as_ranks(2, work, box)
     assert isinstance(told[0], MissingRankError)
     assert isinstance(told[1], FailedRankError), told[1]
-    assert "rank 2 of 3 did not come within 2 s" in str(told[1])
+    assert "rank 2 of 3 did not come within 600 s" in str(told[1])
     assert agents(runtime) == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -250,6 +251,90 @@ def test_a_url_with_too_few_slashes_is_no_folder(
     assert open_backend(f"./{typed}", create=True).url == f"./{typed}"
     Path(typed).mkdir(parents=True)
     assert open_backend(typed, create=False).url == typed
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("s3://bucket/a//b", "write s3://bucket/a/b"),
+        ("s3://bucket//a", "write s3://bucket/a"),
+        ("s3://bucket/a//", "write s3://bucket/a"),
+        ("s3://bucket//", "write s3://bucket/"),
+        ("gs://bucket/a/../b", "write gs://bucket/b"),
+        ("az://bucket/./a", "write az://bucket/a"),
+        ("memory://a//b", "write memory://a/b"),
+        ("memory://a/../b", "write memory://b"),
+        ("memory:////a", "write memory:///a"),
+        ("memory://..", "give another name"),
+        ("webhdfs://host//a", "write webhdfs://host/a"),
+    ],
+)
+def test_a_name_that_media_read_differently_is_refused(url: str, meant: str) -> None:
+    """One client takes ``a//b`` as it is, another as ``a/b``: what one saves the other does not find."""
+    if url.partition("://")[0] in ("s3", "gs", "az"):
+        pytest.importorskip("obstore")
+    elif url.startswith("webhdfs"):
+        pytest.importorskip("requests")
+    with pytest.raises(UsageError, match=re.escape(url)) as caught:
+        open_backend(url, create=True)
+    assert str(caught.value).endswith(f": {meant}")
+
+
+def test_a_path_in_a_file_system_is_refused_likewise() -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    for path in ("a//b", "a/../b", "./a", "/a//", "memory://a//b"):
+        with pytest.raises(UsageError, match="the name of a store has no empty part"):
+            open_backend(path, create=True, filesystem=MemoryFileSystem())
+    for path in ("a/b", "/a/b", "a/b/", "memory://a/b", "memory:///a/b/"):
+        backend = open_backend(path, create=True, filesystem=MemoryFileSystem())
+        backend.create("FORMAT", path.encode())
+        assert MemoryFileSystem().cat("/a/b/FORMAT") == path.encode()
+        backend.delete("FORMAT")
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        ["s3://bucket/a", "s3://bucket/a/", "S3://bucket/a"],
+        ["s3://bucket", "s3://bucket/"],
+        [
+            "{tmp}/a b",
+            "{tmp}/a b/",
+            "{tmp}//a b",
+            "{tmp}/x/../a b",
+            "file://{tmp}/a%20b",
+            "FILE://localhost{tmp}//a%20b",
+        ],
+        ["pmem://{tmp}/a%20b", "pmem://{tmp}//a%20b/"],
+    ],
+)
+def test_a_store_has_one_address_by_whatever_name_it_is_opened(tmp_path: Path, same: list[str]) -> None:
+    """An agent is found by it, and a store is not its own remote."""
+    if same[0].startswith("s3"):
+        pytest.importorskip("obstore")
+    (tmp_path / "x").mkdir()
+    found = {open_backend(one.format(tmp=tmp_path), create=True).address for one in same}
+    assert len(found) == 1
+    (address,) = found
+    assert address is not None
+    assert open_backend(address, create=True).address == address
+
+
+def test_a_memory_store_has_one_name() -> None:
+    open_backend("memory://one/name/", create=True).create("FORMAT", b"x")
+    for url in ("MEMORY://one/name", "memory:///one/name"):  # fsspec writes three slashes
+        assert open_backend(url, create=False).get("FORMAT") == b"x"
+    MemoryBackend.forget("one/name")
+
+
+@pytest.mark.parametrize("url", ["simplecache::s3://bucket/run", "filecache::memory://x", "arrow_hdfs://host/run"])
+def test_a_url_that_only_fsspec_opens_is_no_folder(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run would be saved to a folder named ``simplecache::s3:``, in silence."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="chained URLs, and schemes with an underscore, are not opened"):
+        open_backend(url, create=True)
+    assert open_backend(f"./{url}", create=True).url == f"./{url}"
 
 
 def test_an_unknown_scheme_names_the_known_ones() -> None:

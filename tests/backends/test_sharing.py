@@ -25,6 +25,17 @@ def test_two_saves_do_not_claim_the_same_space() -> None:
     assert sharing.claim(1, lambda: 4)
 
 
+def test_a_commit_needs_space_beside_no_claim() -> None:
+    sharing = Sharing()
+    first, second = sharing.begin(), sharing.begin()
+    with first.within():
+        assert sharing.claim(6, lambda: 10)
+    with second.committing():
+        assert sharing.claim(5, lambda: 5)
+        assert not sharing.claim(6, lambda: 5)
+    assert not sharing.claim(5, lambda: 10), "afterwards claims count again"
+
+
 def test_a_save_that_is_short_of_space_waits_for_another_to_end() -> None:
     sharing = Sharing()
     found: SimpleQueue[tuple[Any, bool]] = SimpleQueue()

@@ -414,6 +414,41 @@ def test_a_save_that_is_short_of_space_waits_for_those_beside_it(disk: Path, how
     assert verify(store, threads=1).ok
 
 
+def test_a_commit_of_ranks_is_not_refused_for_the_space_that_the_save_beside_it_claims() -> None:
+    """Its own segment is a header. The save beside it allocates what it has claimed: for a moment that counts twice."""
+    allocated, committed = threading.Event(), threading.Event()
+
+    class Counting(Sized):
+        left, large = 25 * MIB, 0
+
+        def fallocate(self, fd: int, size: int) -> None:
+            super().fallocate(fd, size)
+            if size > MIB:
+                self.left -= size
+                self.resize(self.left)
+                self.large += 1
+                if self.large == 2:
+                    allocated.set()
+                    assert committed.wait(60)
+
+    backend = LocalBackend("/store", Counting(25 * MIB), recycle="never")
+    check = backend.check_space
+
+    def late(nbytes: int) -> None:
+        if nbytes <= BLOCK:  # the segment of the commit
+            assert allocated.wait(60)
+        check(nbytes)
+
+    backend.check_space = late  # type: ignore[method-assign]
+    store = Store(backend)
+    group = Group(0, 1, LocalMailbox())
+    with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None, group=group, max_in_flight=2) as writer:
+        first = writer.save_async(state(1, 9 * MIB), 1)
+        first.when_done(lambda _: committed.set())
+        second = writer.save_async(state(2, 9 * MIB), 2)
+        assert [first.result().step, second.result().step] == [1, 2]
+
+
 @pytest.mark.root
 def test_an_agent_that_is_short_of_space_does_likewise(disk: Path) -> None:
     store = Store(LocalBackend(disk / "store", recycle="never"))

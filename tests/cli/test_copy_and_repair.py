@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented
@@ -83,3 +85,19 @@ def test_losses_of_one_cause_are_one_line(ckpt: Run, tmp_path: Path) -> None:
     assert len(lost) == 2, done.out
     assert lost[0].startswith("lost     2@1: seg/")
     assert lost[1] == "lost     3..7@1: they build on 2@1"
+
+
+def test_lost_checkpoints_are_grouped_by_what_they_build_on_in_whatever_words(
+    monkeypatch: pytest.MonkeyPatch, ckpt: Run, run: Path, tmp_path: Path
+) -> None:
+    done = ckptstore.repair(run, tmp_path / "new")
+    lost = {"2@1": "a", "3@1": "b", "4@1": "c", "6@1": "d", "9@1": "e"}
+    done = replace(done, lost=lost, lost_bases={"3@1": "2@1", "4@1": "3@1", "9@1": "6@1"})
+    monkeypatch.setattr(ckptstore, "repair", lambda *_, **__: done)
+    told = ckpt("repair", run, tmp_path / "other").out.splitlines()
+    assert [line for line in told if line.startswith("lost")] == [
+        "lost     2@1: a",
+        "lost     3@1, 4@1: they build on 2@1",
+        "lost     6@1: d",
+        "lost     9@1: what it builds on is lost: 6@1",
+    ]

@@ -6,7 +6,11 @@ import shlex
 import shutil
 from pathlib import Path
 
+import pytest
+
 import ckptstore
+from ckptstore import CheckpointNotFoundError, CorruptionError, StoreNotFoundError, UsageError
+from ckptstore.cli.hints import TYPED, hint_for
 from tests.cli.conftest import Run
 
 
@@ -110,6 +114,56 @@ def test_a_ref_before_the_store(run: Path, ckpt: Run, tmp_path: Path) -> None:
 def test_a_run_that_has_not_saved_yet(ckpt: Run, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     assert "hint: nothing was saved there yet" in ckpt("log", tmp_path / "run").err
+
+
+@pytest.mark.parametrize("name", ["bucket", "my bucket, ckpt repair", "x is a file, not the folder"])
+def test_words_in_a_name_are_not_taken_for_an_error(ckpt: Run, tmp_path: Path, name: str) -> None:
+    place = tmp_path / name
+    assert f"`ckpt import {shlex.quote(str(place))} FILE...` creates one" in ckpt("log", place).err
+    place.mkdir()
+    assert "hint: nothing was saved there yet" in ckpt("log", place).err
+
+
+def test_hints_do_not_depend_on_the_words_of_an_error(pristine: Path, tmp_path: Path) -> None:
+    """Each with a message that says nothing."""
+
+    def hint(error: Exception, **typed: str) -> str | None:
+        token = TYPED.set(typed)
+        try:
+            return hint_for(error)
+        finally:
+            TYPED.reset(token)
+
+    gone, rules = CheckpointNotFoundError("?"), UsageError("?")
+    gone.step, gone.term, rules.no_rules = 77, None, True
+    assert hint(rules, store=str(pristine)) is not None
+    assert hint(UsageError("the store has no rules of retention"), store=str(pristine)) is None
+    assert "lists the checkpoints" in str(hint(gone, store=str(pristine)))
+    damage = CorruptionError("?")
+    damage.nearest = "2@1"
+    damage.add_note("?")
+    assert "2@1 is the nearest earlier checkpoint" in str(hint(damage, store=str(pristine)))
+    (tmp_path / "a.pt").write_bytes(b"")
+    place, file = str(tmp_path / "a"), str(tmp_path / "a.pt")
+    assert "`ckpt import STORE" in str(hint(StoreNotFoundError.at(file, "?", "file"), store=file))
+    assert hint(StoreNotFoundError.at("s3://b/x", "?", "no bucket"), store="s3://b/x") is None
+    assert str(hint(StoreNotFoundError.at(place, "?", "no FORMAT"), store=place)).startswith("`ckpt repair ")
+    assert f"`ckpt import {place} FILE...` creates one" in str(hint(StoreNotFoundError.at(place, "?"), store=place))
+    assert "STORE" not in str(hint(StoreNotFoundError.at(place, "?"), store="elsewhere", other=place))
+
+
+def test_a_retired_step_is_said_to_be_one(ckpt: Run, tmp_path: Path) -> None:
+    store = ckptstore.open(tmp_path / "run")
+    with store.writer(poll_seconds=None) as writer:
+        for step in (1, 2):
+            writer.save({"w": [step]}, step)
+    store.retire("1", take_over=True)
+    for ref in ("1", "1@1"):
+        assert store.fate(1) is not None
+        assert (
+            f"hint: {store.fate(1)}; `ckpt log {store.url}` lists the checkpoints"
+            in ckpt("inspect", store.url, ref).err
+        )
 
 
 def test_a_file_where_a_store_belongs(ckpt: Run, tmp_path: Path) -> None:

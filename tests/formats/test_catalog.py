@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
@@ -297,6 +299,29 @@ class TestApply:
         )
         assert not applied([*CHAIN, loop]).restorable(CheckpointId(1, 8, digest(8)))
 
+    @given(st.lists(st.data(), min_size=4, max_size=12))
+    @settings(max_examples=short_or(30, 100))
+    def test_restorable_is_what_a_search_of_all_paths_says(self, draws: list[st.DataObject]) -> None:
+        builder = CatalogBuilder(applied(CHAIN))
+        for data in draws:  # also records that no writer may send: a damaged log has them
+            builder.apply(data.draw(small_commits(10 + builder.catalog.next_seq)), builder.catalog.next_seq)
+            for node in [*builder.catalog.checkpoints, *builder.catalog.held]:
+                entry = builder.catalog.find(node)
+                assert entry is not None
+                assert builder.catalog.restorable(entry.id) == builder.snapshot().restorable(entry.id)
+
+    def test_a_base_whose_state_is_another_one_now_restores_nothing(self) -> None:
+        builder = CatalogBuilder(applied(CHAIN))
+        assert builder.catalog.restorable(CheckpointId(1, 3, digest(3)))
+        builder.apply(change(checkpoints=(CheckpointEntry(1, 1, digest(9), 0, 1, 1),)), builder.catalog.next_seq)
+        assert not builder.catalog.restorable(CheckpointId(1, 3, digest(3)))
+
+    def test_dropping_a_segment_far_below_makes_a_chain_unrestorable(self) -> None:
+        builder = CatalogBuilder(applied(CHAIN))
+        assert builder.catalog.restorable(CheckpointId(1, 3, digest(3)))
+        builder.apply(change(drops=(digest(1),)), builder.catalog.next_seq)
+        assert not builder.catalog.restorable(CheckpointId(1, 3, digest(3)))
+
     def test_a_new_term_forgets_what_only_the_old_one_needed(self) -> None:
         catalog = applied(
             [*CHAIN, change(drops=(digest(4),), retires=((1, 4),), requests={digest(5): None}), opened(2)]
@@ -577,6 +602,67 @@ def graphs(draw: st.DrawFn) -> Catalog:
         builder.apply(record, builder.catalog.next_seq)
     builder.apply(change(retires=tuple(draw(st.sets(st.sampled_from(list(builder.catalog.checkpoints)))))), 50)
     return builder.catalog
+
+
+def calls(work: Callable[[], object]) -> int:
+    """How many functions `work` enters."""
+    count = 0
+
+    def note(_frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+class TestWork:
+    """What a save asks of the catalog costs the same at the end of a long chain as of a short one."""
+
+    @staticmethod
+    def at_the_end_of(length: int) -> CatalogBuilder:
+        """A chain whose last two checkpoints are promised, in the catalog of the term that wrote it."""
+        builder = CatalogBuilder(applied([opened(), save(1)]))
+        for step in range(2, length + 1):
+            record = save(step, step - 1, retires=((1, step - 2),) if step > 2 else ())
+            check_commit(builder.catalog, record)
+            builder.apply(record, builder.catalog.next_seq)
+        return builder
+
+    def work(self, length: int) -> dict[str, int]:
+        catalog = self.at_the_end_of(length).catalog
+        catalog.edges()  # made once for a term
+        last = CheckpointId(1, length, digest(length))
+        oldest = (1, length - 1)
+        record = save(length + 1, length, retires=(oldest,))
+        return {
+            "restorable": calls(lambda: catalog.restorable(last)),
+            "droppable": calls(lambda: droppable(catalog, [oldest], keep=[last.node])),
+            "check_commit": calls(lambda: check_commit(catalog, record)),
+            "apply": calls(lambda: catalog.apply(record, catalog.next_seq)),
+        }
+
+    def test_it_does_not_grow_with_the_chain(self) -> None:
+        assert self.work(300) == self.work(30)
+
+    def test_a_long_chain_that_nobody_needs_is_dropped_in_one_pass(self) -> None:
+        def work(length: int) -> int:
+            catalog = applied([save(length + 1)], self.at_the_end_of(length).catalog)
+            gone = [(1, length), (1, length - 1)]
+            drops = droppable(catalog, gone)
+            assert len(drops) == length
+            record = change(retires=tuple(gone), drops=drops)
+            return (
+                calls(lambda: droppable(catalog, gone))
+                + calls(lambda: check_commit(catalog, record))
+                + calls(lambda: catalog.apply(record, catalog.next_seq))
+            )
+
+        assert work(400) < 12 * work(40)
 
 
 class TestDroppable:

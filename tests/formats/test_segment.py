@@ -24,7 +24,7 @@ from ckptstore.formats.checksums import chunk_hash, header_hash, tensor_hash, xx
 from ckptstore.formats.dtypes import DTYPES
 from ckptstore.formats.history.members import MAX_TERM
 from ckptstore.formats.history.records import CheckpointId
-from ckptstore.formats.segment_files.layout import ALIGN, CHUNK, TensorSpec, chunk_count, chunk_extents
+from ckptstore.formats.segment_files.layout import ALIGN, CHUNK, TensorSpec, chunk_count, chunk_extents, place
 from ckptstore.formats.segment_files.segment import (
     Chunk,
     SegmentDoc,
@@ -221,8 +221,12 @@ def test_unplanned_entries_are_not_encoded() -> None:
         encode(replace(DRAFT, tensors={100: {"a": raw_entry(layout, spec, ["0" * 15 + "G"])}}))
     with pytest.raises(FormatError, match="2 hashes for 1 chunks"):
         raw_entry(layout, spec, ["0" * 16] * 2)
+    longer = replace(DRAFT, trees={100: "x" * ALIGN}, tensors={100: {"a": entry}})
+    for other in (longer, replace(longer, trees={100: "y"}), replace(DRAFT, term=2, tensors=longer.tensors)):
+        with pytest.raises(FormatError, match="document differs from the planned one"):
+            encode(other)
     with pytest.raises(FormatError, match="exceeds the"):
-        encode(replace(DRAFT, trees={100: "x" * ALIGN}, tensors={100: {"a": entry}}))
+        encode_plain(place(layout.specs, layout.header_size), longer)
     with pytest.raises(FormatError, match="64-bit"):
         encode(replace(DRAFT, tensors={100: {"a": replace(entry, digest=1 << 64)}}))
 

@@ -206,6 +206,7 @@ def test_damaged_segments_cost_what_needs_them(
     check(tmp_path / "new", done, wanted)
     assert set(done.lost) == {"4@1", "5@1", "6@1"}
     assert done.lost["5@1"] == "what it builds on is lost: 4@1"
+    assert (done.lost_bases["5@1"], done.lost_bases.get("4@1")) == ("4@1", None)
     if log == "whole" or how == "flipped":
         assert key in done.lost["4@1"]
     assert ckptstore.open(tmp_path / "new").terms()[1].parent == "4@1"  # unchanged

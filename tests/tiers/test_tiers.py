@@ -94,8 +94,12 @@ def test_a_url_with_a_password_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="credentials") as told:
         ckptstore.open(tmp_path / "run", remote="s3://me:hidden@bucket/run")
     assert "hidden" not in str(told.value)
-    with pytest.raises(UsageError, match="own remote"):
-        ckptstore.open(tmp_path / "run", remote=tmp_path / "run")
+    for name in (f"{tmp_path}/run", f"{tmp_path}//run/", f"file://{tmp_path}/run", f"pmem://{tmp_path}/run"):
+        with pytest.raises(UsageError, match="own remote"):
+            ckptstore.open(tmp_path / "run", remote=name)
+    for name in ("s3://bucket/run/", "S3://bucket/run"):
+        with pytest.raises(UsageError, match="own remote"):
+            ckptstore.open("s3://bucket/run", remote=name)
 
 
 def test_steps_of_a_killed_writer_are_drained_before_the_next_term(folders: Place) -> None:

@@ -21,12 +21,14 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.frameworks import torch_offload  # noqa: E402
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
 from ckptstore.training import LayerwiseSnapshots, TopKHook  # noqa: E402
 from ckptstore.training.layerwise.layer_sources import LayerSource  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.test_on_device import check  # noqa: E402
+from tests.warm_agents import start_warm  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.device.__main__ import main, measured  # noqa: E402
 from tools.device.queues import Scheduler  # noqa: E402
@@ -323,6 +325,7 @@ def test_operations_give_the_results_of_the_cpu() -> None:
         found += [torch.stack([x, x]).sum(0), x @ x.t(), x.view(torch.int32), x.expand(2, 4, 6).contiguous()]
         found += [x.masked_fill(x > 2, 0), torch.where(x > 2, x, -x), x.cumsum(0), x.std(), x.softmax(1), x.half()]
         found += [torch.view_as_real(torch.complex(x, x).conj().resolve_conj()), z.topk(3).indices, x.new_zeros(3)]
+        found += [x.to(torch.int64).bitwise_and_(5), x.to(torch.int64) & 0xFFFFFFFF]  # numbers that stand for tensors
         found += [torch.tensor([1, 2], device=device), torch.complex(x, x).imag, torch.complex(x, x).conj().imag]
         return [*found, x.sum().item(), bool(torch.equal(x, x)), x.tolist(), torch.searchsorted(z.sort().values, x)]
 
@@ -459,6 +462,33 @@ def test_training_with_a_checkpointer(tmp_path: Path, way: str) -> None:
         assert not machine.hazards
 
 
+@pytest.mark.parametrize("way", ["full by an agent", "gradient by an agent"])
+def test_training_with_a_checkpointer_and_an_agent(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_warm(monkeypatch)
+    with simulated(7) as machine:
+        check(tmp_path / "run", "cuda", way, "AdamW foreach", own_stream=True)
+        assert not machine.hazards
+
+
+SAVERS = {"one process": (False, 0), "agent": (True, 0), "ranks": (False, 2), "ranks with agents": (True, 2)}
+
+
+@pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])
+@pytest.mark.parametrize("savers", SAVERS)
+def test_a_step_waits_for_no_device(
+    tmp_path: Path, savers: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once memory is registered. Nothing leaves the device twice."""
+    agent, ranks = SAVERS[savers]
+    if not ranks:
+        start_warm(monkeypatch)
+    row = measured(tmp_path / "run", strategy, parameters=6, agent=agent, ranks=ranks)
+    assert row.training_waits == 0, row.waits
+    assert row.waits
+    assert row.to_host <= 1.02 * row.state_bytes
+    assert not row.hazards
+
+
 def layer_by_layer(seed: int, mode: str, change: Callable[[pytest.MonkeyPatch], object]) -> bool:
     """Snapshots that are taken layer by layer, while the optimizer's next step is queued -> whether all are right."""
     with simulated(seed) as machine, pytest.MonkeyPatch.context() as patch, torch.cuda.stream(torch.cuda.Stream()):
@@ -542,8 +572,17 @@ def test_the_table_of_a_step(tmp_path: Path) -> None:
     row = measured(tmp_path / "run", "full", parameters=6, seed=0)
     assert row.to_host >= row.state_bytes > 0
     assert row.waits
-    said = CliRunner().invoke(main, ["--json", "--parameters", "6", "--strategy", "delta"])
+    said = CliRunner().invoke(main, ["--json", "--parameters", "6", "--strategy", "delta", "--ranks", "2"])
     assert said.exit_code == 0, said.output
     (found,) = json.loads(said.output)["rows"]
-    assert found["strategy"] == "delta"
+    assert (found["strategy"], found["ranks"]) == ("delta", 2)
     assert found["launches"] >= 0
+    said = CliRunner().invoke(main, ["--parameters", "2", "--strategy", "full", "--ranks", "1"])
+    assert "full, 1 ranks" in said.output
+
+
+def test_the_waits_of_the_threads_that_train_are_counted_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Copies to memory that is not registered wait, each in the thread that asks for it."""
+    monkeypatch.setattr(torch_offload, "register", lambda *_: False)
+    row = measured(tmp_path / "run", "full", parameters=2)
+    assert row.training_waits == sum(row.waits.values()) > 0

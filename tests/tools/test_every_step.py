@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 torch = pytest.importorskip("torch")
 
@@ -15,7 +16,7 @@ from tools.bench.training import every_step, every_step_turns, training_worker  
 from tools.bench.training.training_cases import SPIN, Case, Results  # noqa: E402
 from tools.bench.training.training_checkpointers import CHECKPOINTERS, LEFT  # noqa: E402
 from tools.bench.training.training_loop import Shape, Trainer, digest  # noqa: E402
-from tools.bench.training.training_strategies import Ledger, NotInThisBuildError, Options  # noqa: E402
+from tools.bench.training.training_strategies import AbsentError, Ledger, Options  # noqa: E402
 
 _QUICK = ("--quick", "--json", "--only", "loop/none", "--only", "recover/dense-agent")
 SHAPE = Shape(width=32, layers=1, batch=1, context=8)
@@ -31,7 +32,7 @@ def test_a_checkpointer_restores_the_trained_state(
     trainer.take()
     try:
         strategy = CHECKPOINTERS[name](tmp_path, trainer, Options(1, full_every=4), ledger)
-    except NotInThisBuildError as error:
+    except AbsentError as error:
         pytest.skip(str(error))
     run = training_worker.Run(trainer, strategy, ledger, 1)
     run.until(7)
@@ -45,6 +46,23 @@ def test_a_checkpointer_restores_the_trained_state(
     for left in LEFT:
         left.close()
     LEFT.clear()
+
+
+def test_a_strategy_that_refuses_the_device_is_absent_and_the_reason_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
+    trainer = Trainer(SHAPE)
+    trainer.model.to("meta")
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
+    trainer.device = torch.device("meta")
+    with pytest.raises(AbsentError, match="parameters are on meta") as caught:
+        CHECKPOINTERS["dense-replica"](tmp_path, trainer, Options(1), Ledger())
+    case = Case("loop", "dense-replica", 1)
+    results = Results({case: []})
+    results.take(case, lambda: {"absent": str(caught.value)})
+    every_step.show(Console(width=300), results)
+    assert "loop/dense-replica is absent: strategy='replica': parameters are on meta" in capsys.readouterr().out
 
 
 def test_every_case_is_a_strategy() -> None:

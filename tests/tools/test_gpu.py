@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from tests.forms import in_turn  # noqa: E402 - torch decides whether this file runs at all
 from tools.bench.training.training_loop import Trainer, tensors  # noqa: E402
-from tools.bench.training.training_strategies import NotInThisBuildError  # noqa: E402
+from tools.bench.training.training_strategies import AbsentError  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.gpu import bus, case, ways  # noqa: E402
 
@@ -135,7 +135,7 @@ def checked(way: str, place: Path, device: str) -> dict[str, Any]:
 def test_every_way_on_the_cpu(tmp_path: Path, way: str, numpy_elsewhere: None) -> None:
     try:
         found = checked(way, tmp_path, "cpu")
-    except NotInThisBuildError as error:
+    except AbsentError as error:
         assert way == "dcp-pinned"
         pytest.skip(str(error))
     assert found["traffic"] is None
@@ -163,7 +163,7 @@ def test_ways_on_a_simulated_device(tmp_path: Path, way: str, seed: int, numpy_e
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.filterwarnings("ignore")
 def test_a_replica_of_parameters_on_a_device_is_absent_with_the_reason(tmp_path: Path) -> None:
-    with simulated(), pytest.raises(NotInThisBuildError, match="parameters are on cuda:0"):
+    with simulated(), pytest.raises(AbsentError, match="parameters are on cuda:0"):
         case.measured("replica", case.Load("cuda", 32, 1, 1, 8), PLAN, tmp_path)
 
 

@@ -1068,6 +1068,39 @@ def test_sigterm_saves_the_step_under_way_and_ends_the_process(warm: Warm, tmp_p
     assert (ckptstore.open(tmp_path / "s").latest_step() or 0) > 5  # how far it gets depends on scheduling
 
 
+def test_a_handler_of_sigterm_above_that_calls_the_checkpointers_keeps_no_process_alive(
+    warm: Warm, tmp_path: Path
+) -> None:
+    end = """
+    import signal
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+    process = script(warm, tmp_path, end, options="strategy='gradient', batch=100, grace_seconds=0.2")
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGTERM
+    assert ckptstore.open(tmp_path / "s").latest_step() == 5
+
+
+def test_sigterm_ends_a_forked_child_at_once(warm: Warm, tmp_path: Path) -> None:
+    """It has no loop whose step it could wait for."""
+    end = """
+    import os
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), 15)
+        time.sleep(60)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    """
+    process = script(warm, tmp_path, end, options="strategy='full', grace_seconds=1000")
+    assert process.communicate(timeout=100)[0] == "-15\n"
+    assert process.returncode == 0
+
+
 def test_sigterm_waits_no_longer_than_its_grace(warm: Warm, tmp_path: Path) -> None:
     end = """
     print("ready", flush=True)

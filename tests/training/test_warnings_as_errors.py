@@ -136,6 +136,8 @@ optimizer = torch.optim.AdamW(model.parameters())
 with Checkpointer(sys.argv[2], model=model, optimizer=optimizer, strategy="gradient", batch=8, **group) as checkpointer:
     start = checkpointer.resume()
     print(start, flush=True)
+    if sys.argv[3:] == ["at once"]:
+        os._exit(9)
     for step in range(13):
         model(torch.ones(2, 40)).square().mean().backward()
         optimizer.step()
@@ -161,3 +163,14 @@ def test_a_job_that_is_killed_and_requeued_again_and_again_gets_further(tmp_path
             assert "LostStepsWarning: term 1 ended without closing" in done.stderr
     assert len(reached) == 2
     assert reached[1] >= 13
+
+
+@pytest.mark.parametrize("kind", ["local", "ranks"])
+def test_a_job_that_is_killed_before_its_first_checkpoint_is_told_so(tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", _REQUEUED, kind, str(tmp_path / "run"), "at once"]
+    assert warmth.run(command).returncode == 9
+    told = warmth.run(command)
+    assert told.stdout == ""
+    assert "LostStepsWarning: term 1 ended without closing, before its first checkpoint was durable" in told.stderr
+    assert "training begins from nothing" in told.stderr
+    assert warmth.run(command[:-1]).stdout == "0\n"

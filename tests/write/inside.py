@@ -34,6 +34,7 @@ __all__ = [
     "interrupt_lane",
     "interrupt_last_line_of_save_async",
     "interrupt_succession",
+    "interrupt_turn",
     "interrupt_waits_of_save",
     "memory",
     "rank_base_kinds",
@@ -54,21 +55,18 @@ def memory(writer: ckptstore.Writer) -> Arenas:
     is too coarse, and too late.
     """
     assert isinstance(writer._path, FullSaves)
-    return writer._path.memory
+    return writer._path.memory.arenas
 
 
 def fed_memory(writer: ckptstore.Writer) -> Arenas:
     """The memory to which deltas and step diffs are copied unit by unit: `Writer._path`. See `memory`."""
     assert isinstance(writer._path, CompressedSaves)
     assert writer._path.feeding is not None
-    return writer._path.feeding.memory
+    return writer._path.feeding.arenas
 
 
 def forget_open_writers() -> None:
-    """Exclude the writers that earlier tests left open from SIGTERM: `sigterm._writers`.
-
-    While one is registered, a test that replaces the handler finds that a new writer does not install it again.
-    """
+    """Exclude the writers that earlier tests left open from SIGTERM: `sigterm._writers`."""
     for writer in list(sigterm._writers):
         sigterm.forget(writer)
 
@@ -77,7 +75,7 @@ def rank_memory(writer: RankWriter) -> Arenas:
     """The memory to which a rank copies its share with a budget: `RankWriter._resources`. See `memory`."""
     bounded = writer._resources.bounded
     assert bounded is not None
-    return bounded.memory
+    return bounded.arenas
 
 
 def rank_bases(writer: RankWriter) -> list[CheckpointId]:
@@ -117,9 +115,9 @@ def interrupt_feeding(patch: pytest.MonkeyPatch) -> None:
         def set_result(self, units: object) -> None:
             """Nobody waits for it."""
 
-    def interrupted(feed: Feed) -> float:
+    def interrupted(feed: Feed, begin: Callable[[], None]) -> float:
         feed._wanted = Interrupted()  # type: ignore[assignment]
-        return run(feed)
+        return run(feed, begin)
 
     patch.setattr(Feed, "run", interrupted)
 
@@ -192,11 +190,11 @@ def interrupt_before_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch)
 
 
 def interrupt_last_line_of_save_async(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after a full was given to its lane, and before `save_async` returns: `Writer._path`, `FullSaves._touch`.
+    """Ctrl-C after a full was given to its lane, and before `save_async` returns: `Writer._path`, `FullSaves.memory`.
 
     It comes between two lines: the lane has the copy, and its caller not yet the future.
     """
-    patch.setattr(writer._path, "_touch", _interrupted)
+    patch.setattr(writer._path.memory, "touch", _interrupted)
 
 
 def interrupt_lane(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
@@ -205,6 +203,23 @@ def interrupt_lane(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
     It comes between two lines, as above.
     """
     patch.setattr(writer._path, "submit", _interrupted)
+
+
+def interrupt_turn(writer: RankWriter, patch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a save waits for the copy of another thread's: `RankWriter._turn`.
+
+    Signals reach the main thread alone, and no rank of a test has it.
+    """
+
+    class Interrupted:
+        """A lock of which the wait is interrupted."""
+
+        __enter__ = _interrupted
+
+        def __exit__(self, *_: object) -> None:
+            """It is never entered."""
+
+    patch.setattr(writer, "_turn", Interrupted())
 
 
 def interrupt_succession(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> threading.Event:

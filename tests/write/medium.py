@@ -33,6 +33,7 @@ class Medium:
         begun: is set for the n-th segment when its first block is written.
         may: permits the n-th segment's blocks to be written.
         fails: the n-th segment's blocks cannot be written.
+        blocks: how many blocks were written.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, segments: int, *, held: bool = True) -> None:
@@ -41,6 +42,7 @@ class Medium:
         self.fails: set[int] = set()
         self.delay = 0.0
         self.opened = 0
+        self.blocks = 0
         if not held:
             self.release()
         original = MemoryBackend.open_sink
@@ -59,6 +61,8 @@ class Medium:
                 if self.number in medium.fails:
                     raise ckptstore.StorageError(28, f"no space for segment {self.number}")
                 self.inner.write(offset, data)
+                with lock:
+                    medium.blocks += 1
 
             def seal(self, size: int) -> None:
                 self.inner.seal(size)

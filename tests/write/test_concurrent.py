@@ -195,7 +195,7 @@ def test_a_step_that_could_not_be_begun_may_be_given_again(
 
     with store.writer(max_in_flight=1, poll_seconds=None) as writer:
         with monkeypatch.context() as patched:
-            patched.setattr("ckptstore.write.full_saves.plan_units", none)
+            patched.setattr("ckptstore.write.capture.unit_copy.plan_units", none)
             with pytest.raises(MemoryError):
                 writer.save_async(weights(1), 1)
         writer.save(weights(1), 1)

@@ -54,6 +54,19 @@ class TestCancelling:
         assert sum(gone.encode() in store.backend.get(key) for key in store.backend.list("log/")) == 1
         check(store, 1, 2)
 
+    def test_of_one_that_is_given_up_no_more_is_written(
+        self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All of it is copied, and a part of that is on its way to the medium."""
+        units, medium = 9, Medium(monkeypatch, 1)
+        with store.writer(poll_seconds=None) as writer:
+            pending = writer.save_async(weights(1, units), 1)
+            assert medium.begun[0].wait(120)
+            assert pending.cancel()
+            medium.release()
+            writer.wait()
+            assert medium.blocks < units
+
     def test_one_that_waits_for_its_turn_is_never_begun(
         self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:

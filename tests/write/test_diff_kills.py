@@ -100,6 +100,28 @@ def test_killed_while_a_batch_is_written(tmp_path: Path, place: str, last: int) 
         ckptstore.open(url).writer().close()
 
 
+def test_killed_before_its_first_checkpoint_the_next_run_says_so(tmp_path: Path) -> None:
+    url = tmp_path / "store"
+    for term in (1, 2):
+        assert run(url, "close", at="save.begin:1")[0] == -9
+        store = ckptstore.open(url)
+        assert [one.term for one in store.terms()] == list(range(1, term + 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.writer(parent=None).close()  # asked to begin from nothing
+        store.writer().close()  # that one was closed
+    assert run(url, "close", at="save.begin:1")[0] == -9
+    with pytest.warns(ckptstore.LostStepsWarning) as caught:
+        store.writer().close()
+    assert [str(one.message) for one in caught] == [
+        "term 5 ended without closing, before its first checkpoint was durable: no step that it computed is in the "
+        "store; training begins from nothing"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.writer().close()
+
+
 def test_killed_after_the_commit_nothing_of_the_batch_is_lost(tmp_path: Path) -> None:
     url = tmp_path / "store"
     code, _ = run(url, "close", at="commit.created:2")

@@ -13,9 +13,14 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RankOptions, Store, agent
 from ckptstore.backends.local_disk.local import LocalBackend
-from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.log.change import Change
 from ckptstore.write.ranks.messages.key_value_store import Group
-from ckptstore.write.retainer import short_of_space
+from ckptstore.write.retainer import Retainer, short_of_space
+from tests.formats.log_strategies import digest
+from tests.formats.test_catalog import change as changed
+from tests.formats.test_catalog import opened, save
 from tests.warm_agents import start_warm
 from tests.write.rank_threads import as_ranks
 from tests.write.trainer import Trainer
@@ -203,3 +208,17 @@ def test_temporary_chains_are_not_reported(tmp_path: Path) -> None:
             model.train()
             writer.save(model.state(), step, updates=model.updates())
     assert np.isfinite(store.load()["master"]["wide"]).all()
+
+
+def test_what_an_earlier_term_retired_and_did_not_drop_is_dropped() -> None:
+    """A term protects the bases of its next deltas. If it crashes, nobody needs them, and no later retirement does."""
+    builder = CatalogBuilder()
+    keep = changed(keep=("last:3",), retires=((1, 2),))
+    for record in (opened(), save(1), save(2, 1), save(3, 1), keep, opened(2, CheckpointId(1, 3, digest(3)))):
+        builder.apply(record, builder.catalog.next_seq)
+    retainer = Retainer(lambda: builder.catalog)
+    new = save(4, term=2)
+    more = retainer.joined(Change(new.segments, new.checkpoints, new.encodings))
+    assert (more.retires, more.drops) == ((), (digest(2),))
+    retainer.committed()
+    assert retainer.joined(Change(new.segments, new.checkpoints, new.encodings)).drops == ()

@@ -282,6 +282,27 @@ def test_ctrl_c_while_a_share_is_copied(tmp_path: Path, mode: str) -> None:
     check(tmp_path, {1, 2, 4, 5})
 
 
+def test_ctrl_c_while_a_share_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks hear of it at once: they do not wait for a part that never comes."""
+
+    def work(group: Group) -> None:
+        with ckptstore.open(tmp_path).writer(group=group, ranks=OPTIONS, memory=LEAST, max_in_flight=2) as writer:
+            writer.save(shards_of(group, 1), 1)
+            with monkeypatch.context() as patch:
+                if group.rank == 1:
+                    inside.interrupt_turn(writer, patch)
+                    with pytest.raises(KeyboardInterrupt):
+                        writer.save_async(shards_of(group, 2), 2)
+                else:
+                    with pytest.raises(FailedRankError, match="rank 1: KeyboardInterrupt"):
+                        writer.save_async(shards_of(group, 2), 2).result(60)
+            writer.save_async(shards_of(group, 3), 3).result(60)
+        assert inside.rank_memory(writer).used == 0
+
+    assert as_ranks(2, work) == [None] * 2
+    check(tmp_path, {1, 3})
+
+
 @pytest.mark.parametrize("mode", ["plain", "deltas", "batch"])
 def test_a_medium_that_fails_midway_frees_waiting_saves(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """The caller waits for memory that the failed write will not free."""

@@ -22,6 +22,7 @@ from ckptstore.formats.states.state import FlatState
 from ckptstore.store import Store
 from tests.write import inside
 from tests.write.held import hold
+from tests.write.medium import Medium
 from tests.write.trainer import Trainer
 
 LARGE = {"a": np.zeros(2 << 20), "b": np.zeros(2 << 20)}
@@ -82,6 +83,50 @@ def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
     closing.join(60)
     assert not closing.is_alive()
     assert not store.backend.list("seg/")
+
+
+def test_a_save_that_comes_while_an_earlier_one_keeps_the_writer_from_closing_is_refused(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be committed after the end of the term, or never."""
+    medium = Medium(monkeypatch, 2)
+    writer = store.writer(max_in_flight=2, poll_seconds=None)
+    closing = threading.Thread(target=writer.close)
+
+    class Closing(NumpySource):
+        """A tensor whose size is asked for when the writer was found to be open."""
+
+        closes = False
+
+        @property
+        def nbytes(self) -> int:  # type: ignore[override]
+            if self.closes:
+                self.closes = False
+                closing.start()
+                with contextlib.suppress(ckptstore.WriterClosedError):
+                    while True:
+                        writer.prepare({})
+                        time.sleep(0.001)
+            return 20
+
+        @nbytes.setter
+        def nbytes(self, _: int) -> None:
+            """The constructor's."""
+
+    late = Closing(np.ones(5, "<f4"))
+    late.closes = True
+    first = writer.save_async({"w": np.zeros(5, "<f4")}, 1)
+    assert medium.begun[0].wait(60)
+    try:
+        with pytest.raises(ckptstore.WriterClosedError, match="closed"):
+            writer.save_async(FlatState(None, {"w": late}), 2)
+    finally:
+        medium.release()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert first.result().step == 1
+    assert [info.step for info in store.checkpoints()] == [1]
+    assert medium.opened == 1
 
 
 def test_a_fenced_writer_refuses_at_once(store: ckptstore.Store) -> None:

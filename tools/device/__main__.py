@@ -1,21 +1,25 @@
 """Counts the device work of one training step with a Checkpointer, on a simulated device.
 
-python -m tools.device [--strategy full] [--parameters 30] [--seed 0] [--agent] [--json]
+python -m tools.device [--strategy full] [--parameters 30] [--seed 0] [--agent] [--ranks 2] [--json]
 
-Trains a small model with AdamW, and prints the device work of ``Checkpointer.step()`` and of ckptstore until the next
-step begins, for one step in the middle: bytes over the bus, waits of the host and their callers, launches, device
-memory that ckptstore allocates.
+Trains a small model with AdamW, and prints for one step in the middle what ``Checkpointer.step()``, and whatever else
+ckptstore does until the next step begins, has the device do: bytes over the bus, waits of the host (those of the
+threads that train are counted apart) and who asked for them, launches, device memory that ckptstore allocates. Ranks
+are threads, each with a device of its own and the same model; their numbers are added up.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
 import tempfile
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +28,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tools.device import simulated, why_not
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
+from tools.device import Machine, simulated, why_not
 
 __all__ = ["Row", "main", "measured"]
 
@@ -39,19 +44,22 @@ class Row:
     """Counts of one step.
 
     Attributes:
-        state_bytes: of the model and the optimizer on the device.
+        ranks: how many there are; 0: one process that saves alone.
+        state_bytes: of the models and the optimizers on the devices.
         to_host, to_device: bytes over the bus.
         copies: how many copies over the bus ckptstore requested.
         launches: kernels that ckptstore launched.
         launched_by, copied_by: the places that did, and how often.
         held: bytes of device memory that ckptstore had allocated, at most.
         waits: the places that waited for the device, the innermost first, and how often.
-        script_launches: launches of the script itself.
-        hazards: the hazards that were found.
+        training_waits: how many of these waits were in a thread that trains.
+        script_launches: those of the script itself.
+        hazards: what was found to be wrong.
     """
 
     strategy: str
     agent: bool
+    ranks: int
     state_bytes: int
     to_host: int
     to_device: int
@@ -59,13 +67,16 @@ class Row:
     launches: int
     held: int
     waits: dict[str, int]
+    training_waits: int
     launched_by: dict[str, int]
     copied_by: dict[str, int]
     script_launches: int
     hazards: list[str]
 
 
-def measured(place: Path, strategy: str, *, parameters: int = 30, seed: int = 0, agent: bool = False) -> Row:
+def measured(
+    place: Path, strategy: str, *, parameters: int = 30, seed: int = 0, agent: bool = False, ranks: int = 0
+) -> Row:
     """Train, and count one step in the middle.
 
     Args:
@@ -73,67 +84,144 @@ def measured(place: Path, strategy: str, *, parameters: int = 30, seed: int = 0,
         strategy: of the Checkpointer.
         parameters: how many tensors the model has, an even number.
         seed: of the simulated machine.
-        agent: let an agent save.
+        agent: have an agent save.
+        ranks: how many save together; 0: one process alone.
     """
     import torch
 
-    from ckptstore.training import Checkpointer
-
-    with simulated(seed) as machine:
+    with simulated(seed, devices=max(ranks, 1)) as machine:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(parameters // 2)]
-        model = torch.nn.Sequential(*layers).to("cuda")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        counts, row = machine.counts, None
-        with Checkpointer(place, model=model, optimizer=optimizer, strategy=strategy, agent=agent) as checkpointer:
-            checkpointer.resume()
-            for step in range(1, STEPS + 1):
-                model(torch.randn(8, _WIDTH, device="cuda")).square().mean().backward()
-                if step == MIDDLE:
-                    torch.cuda.synchronize()
-                    machine.settle()
-                    counts.reset()
-                optimizer.step()
-                pending = checkpointer.step()
-                if step in (MIDDLE - 1, MIDDLE) and pending is not None:
-                    pending.result()  # so that exactly one step's work is counted
-                if step == MIDDLE:
-                    machine.settle()
-                    slots = [one for found in optimizer.state.values() for one in found.values()]
-                    state = [*model.parameters(), *slots]
-                    launches, copies = counts.launches, counts.copies
-                    row = Row(
-                        strategy,
-                        agent,
-                        sum(one.numel() * one.element_size() for one in state if one.is_cuda),
-                        counts.to_host,
-                        counts.to_device,
-                        counts.of_product(copies),
-                        counts.of_product(launches),
-                        counts.product_peak,
-                        dict(Counter(f"{one.why}: {' < '.join(one.where)}" for one in counts.waits if one.where)),
-                        {where: number for where, number in launches.most_common() if where is not None},
-                        {where: number for where, number in copies.most_common() if where is not None},
-                        launches[None],
-                        list(machine.hazards),
-                    )
-                optimizer.zero_grad()
-        assert row is not None
-        return row
+        step = _Step(machine, strategy, torch.nn.Sequential(*layers), agent, ranks)
+        if not ranks:
+            step.train(place, 0, None)
+        else:
+            mailbox = LocalMailbox()
+            with ThreadPoolExecutor(ranks) as pool:
+                groups = [Group(rank, ranks, mailbox) for rank in range(ranks)]
+                trained = [pool.submit(step.train, place, group.rank, group) for group in groups]
+                for one in trained:
+                    one.result()
+        assert step.row is not None
+        return step.row
+
+
+class _Step:
+    """One step of a training, counted.
+
+    Attributes:
+        row: what was counted.
+    """
+
+    def __init__(self, machine: Machine, strategy: str, model: Any, agent: bool, ranks: int) -> None:
+        self.row: Row | None = None
+        self._machine = machine
+        self._strategy = strategy
+        self._model = model
+        self._agent = agent
+        self._ranks = ranks
+        self._together = threading.Barrier(max(ranks, 1), timeout=120)
+        self._training: set[int] = set()
+        self._state_bytes = 0
+
+    def train(self, place: Path, rank: int, group: Group | None) -> None:
+        """Train a copy of the model, on the device of the rank's number."""
+        import torch
+
+        from ckptstore.training import Checkpointer
+
+        try:
+            self._training.add(threading.get_ident())
+            device = torch.device("cuda", rank)
+            with torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):
+                model = copy.deepcopy(self._model).to(device)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+                chance = torch.Generator().manual_seed(0)
+                options: dict[str, Any] = {} if group is None else {"group": group}
+                with Checkpointer(
+                    place, model=model, optimizer=optimizer, strategy=self._strategy, agent=self._agent, **options
+                ) as checkpointer:
+                    checkpointer.resume()
+                    for step in range(1, STEPS + 1):
+                        inputs = torch.randn(8, _WIDTH, generator=chance).to(device)
+                        model(inputs).square().mean().backward()
+                        if step == MIDDLE:
+                            self._begin(rank)
+                        optimizer.step()
+                        pending = checkpointer.step()
+                        if step in (MIDDLE - 1, MIDDLE) and pending is not None:
+                            pending.result()  # so that one step's work is counted, and all of it
+                        if step == MIDDLE:
+                            self._end(rank, [*model.parameters(), *_slots(optimizer)])
+                        optimizer.zero_grad()
+        except BaseException:
+            self._together.abort()
+            raise
+
+    def _begin(self, rank: int) -> None:
+        import torch
+
+        self._together.wait()
+        if rank == 0:
+            torch.cuda.synchronize()
+            self._machine.settle()
+            self._machine.counts.reset()
+        self._together.wait()
+
+    def _end(self, rank: int, state: Sequence[Any]) -> None:
+        self._state_bytes += sum(one.numel() * one.element_size() for one in state if one.is_cuda)
+        self._together.wait()
+        if rank == 0:
+            self._machine.settle()
+            self.row = self._counted()
+        self._together.wait()
+
+    def _counted(self) -> Row:
+        counts = self._machine.counts
+        waits = [one for one in counts.waits if one.where]
+        launches, copies = counts.launches, counts.copies
+        return Row(
+            self._strategy,
+            self._agent,
+            self._ranks,
+            self._state_bytes,
+            counts.to_host,
+            counts.to_device,
+            counts.of_product(copies),
+            counts.of_product(launches),
+            counts.product_peak,
+            dict(Counter(f"{one.why}: {' < '.join(one.where)}" for one in waits)),
+            sum(one.thread in self._training for one in waits),
+            {where: number for where, number in launches.most_common() if where is not None},
+            {where: number for where, number in copies.most_common() if where is not None},
+            launches[None],
+            list(self._machine.hazards),
+        )
+
+
+def _slots(optimizer: Any) -> list[Any]:
+    return [one for found in optimizer.state.values() for one in found.values()]
+
+
+def _title(row: Row) -> str:
+    by = " by an agent" if row.agent else ""
+    return f"{row.strategy}{by}{f', {row.ranks} ranks' if row.ranks else ''}"
 
 
 def show(console: Console, rows: Sequence[Row]) -> None:
     """Print the table, and below it the places."""
-    table = Table("strategy", title=f"Step {MIDDLE} of {STEPS}: the device work of ckptstore", title_justify="left")
-    for name in ("state B", "to host B", "to device B", "copies", "launches", "host waits", "held B"):
+    table = Table("strategy", title=f"Step {MIDDLE} of {STEPS}, as ckptstore asks it of a device", title_justify="left")
+    columns = ("state B", "to host B", "to device B", "copies", "launches", "host waits", "training waits", "held B")
+    for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
         waits = sum(row.waits.values())
-        numbers = (row.state_bytes, row.to_host, row.to_device, row.copies, row.launches, waits, row.held)
-        table.add_row(row.strategy + (" by an agent" if row.agent else ""), *(f"{one:,}" for one in numbers))
+        moved = (row.state_bytes, row.to_host, row.to_device, row.copies, row.launches)
+        numbers = (*moved, waits, row.training_waits, row.held)
+        table.add_row(_title(row), *(f"{one:,}" for one in numbers))
     console.print(table)
     for row in rows:
-        console.print(f"\n{row.strategy}{' by an agent' if row.agent else ''}:", highlight=False)
+        console.print(f"\n{_title(row)}:", highlight=False)
         for what, places in (("waits", row.waits), ("launches", row.launched_by), ("copies", row.copied_by)):
             for where, number in sorted(places.items(), key=lambda item: -item[1]):
                 console.print(f"  {number:5} {what:8} {where}", highlight=False, soft_wrap=True)
@@ -147,10 +235,11 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Seed of the order of device work; 0: as late as possible."
 )
-@click.option("--agent", is_flag=True, help="Let an agent save.")
+@click.option("--agent", is_flag=True, help="Have an agent save.")
+@click.option("--ranks", type=click.IntRange(min=0), default=0, show_default=True, help="How many save together.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-def main(*, strategies: Sequence[str], parameters: int, seed: int, agent: bool, as_json: bool) -> None:
-    """Run the command: see the module."""
+def main(*, strategies: Sequence[str], parameters: int, seed: int, agent: bool, ranks: int, as_json: bool) -> None:
+    """See the module."""
     if (why := why_not()) is not None:
         click.echo(f"no device is simulated: {why}", err=True)
         sys.exit(3)
@@ -162,7 +251,7 @@ def main(*, strategies: Sequence[str], parameters: int, seed: int, agent: bool, 
         try:
             for strategy in strategies or STRATEGIES:
                 place = Path(folder) / strategy
-                rows.append(measured(place, strategy, parameters=parameters, seed=seed, agent=agent))
+                rows.append(measured(place, strategy, parameters=parameters, seed=seed, agent=agent, ranks=ranks))
         finally:
             if before is None:
                 del os.environ["CKPTSTORE_RUNTIME_DIR"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,11 +25,13 @@ class Wait:
         why: the call that waited.
         where: up to three places in ckptstore, the innermost first, ``file:line``; empty: the caller is not ckptstore.
         outstanding: how many jobs were not done yet.
+        thread: the thread that waited (`threading.get_ident`).
     """
 
     why: str
     where: tuple[str, ...]
     outstanding: int
+    thread: int = field(default_factory=threading.get_ident)
 
 
 @dataclass

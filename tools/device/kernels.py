@@ -86,6 +86,7 @@ class Kernels:
             return _WITHOUT_WAIT[schema.name]
         if _is_view(schema):
             return op.redispatch(_ON_HOST, *args, **kwargs)
+        args = _with_tensors(schema, args)
         device = self._device_of(args, kwargs)
         if any(not _gives_tensors(one.type) for one in schema.returns):
             return self._now(op, device, args, kwargs)
@@ -329,6 +330,16 @@ def _is_view(schema: Any) -> bool:
     return bool(schema.returns) and all(
         one.alias_info is not None and not one.alias_info.is_write for one in schema.returns
     )
+
+
+def _with_tensors(schema: Any, args: Sequence[Any]) -> list[Any]:
+    """The arguments, with a tensor for each number that stands for one: torch gives Python the number."""
+    tensor = torch.TensorType.get()
+    kinds = [one.type for one in schema.arguments]
+    return [
+        torch.tensor(one) if isinstance(one, int | float | complex) and kind == tensor else one
+        for one, kind in zip(args, kinds, strict=False)
+    ]
 
 
 def _gives_tensors(kind: Any) -> bool:

@@ -39,11 +39,10 @@ class Machine:
     Attributes:
         counts: the counts.
         hazards: the errors found: memory that was read or written after it was freed and overwritten, host memory that
-            was
-            unregistered while a copy to or from it was queued, and accesses that no stream and no event orders
-                (`races`):
-            two jobs that touch the same memory, memory that is freed while another stream may read it.
+            was unregistered while a copy to or from it was queued, and accesses that no stream and no event orders
+            (`races`): two jobs that touch the same memory, memory that is freed while another stream may read it.
         devices: how many there are.
+        registered: where host memory begins that `cudaHostRegister` was asked to register, and that still is.
         scheduler: decides what runs when.
     """
 
@@ -54,6 +53,7 @@ class Machine:
         self.counts = Counts()
         self.hazards: list[str] = []
         self.ranges = HostRanges()
+        self.registered: set[int] = set()
         self.random = [_Random() for _ in range(devices)]
         self._defaults = [Stream.made(self, number) for number in range(devices)]
         self._here = threading.local()
@@ -243,7 +243,10 @@ class Machine:
 
     def register(self, start: int, nbytes: int) -> bool:
         """`cudaHostRegister` -> False: a part of it is registered already."""
-        return self.ranges.add(start, nbytes)
+        added = self.ranges.add(start, nbytes)
+        if added:
+            self.registered.add(start)
+        return added
 
     def unregister(self, start: int) -> bool:
         """`cudaHostUnregister` -> False: no registration begins there."""
@@ -252,6 +255,7 @@ class Machine:
             queued = [at for at, nbytes in self._copying.values() if start < at + nbytes and at < end]
         if queued:
             self._hazard(f"host memory is unregistered while {len(queued)} copies are queued; at {place_here()}")
+        self.registered.discard(start)
         return self.ranges.remove(start)
 
     def is_pending(self, tensor: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ import torch
 
 from tools.bench.measure import Measurement
 from tools.bench.training.training_loop import Shape, Trainer, tensors
-from tools.bench.training.training_strategies import Ledger, NotInThisBuildError, Options
+from tools.bench.training.training_strategies import AbsentError, Ledger, Options
 from tools.bench.training.training_worker import Run
 from tools.gpu import ways
 from tools.gpu.bus import Traffic, watched
@@ -233,7 +233,7 @@ def measured(way: str, load: Load, plan: Plan, folder: Path) -> dict[str, Any]:
         saves, less 1. ``differs``: None, or why the newest checkpoint is not the state that was trained.
 
     Raises:
-        NotInThisBuildError: this way does not exist here; says why.
+        AbsentError: this way does not exist here; says why.
     """
     kind = ways.WAYS[way]
     training = Training(load)
@@ -329,7 +329,7 @@ def main() -> None:
             found: dict[str, Any] = {"micro": fitting(load, asked.iteration)}
         else:
             found = measured(asked.way, load, Plan(**asked.plan), asked.dir)
-    except NotInThisBuildError as error:
+    except AbsentError as error:
         found = {"way": asked.way, "label": ways.WAYS[asked.way].label, "absent": str(error)}
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()

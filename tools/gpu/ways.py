@@ -18,8 +18,8 @@ from tools.bench.training import training_strategies
 from tools.bench.training.training_loop import Trainer
 from tools.bench.training.training_strategies import (
     STRATEGIES,
+    AbsentError,
     Ledger,
-    NotInThisBuildError,
     Options,
     Store,
     Strategy,
@@ -191,7 +191,7 @@ class DcpPinned(DcpAsync):
 
         if self._stager is None:
             if self.trainer.device.type != "cuda":
-                raise NotInThisBuildError("BlockingAsyncStager pins memory, which takes a CUDA device")
+                raise AbsentError("BlockingAsyncStager pins memory, which takes a CUDA device")
             self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
         return self._stager
 
@@ -286,7 +286,7 @@ class Steps(Strategy):
             )
             self.checkpointer.resume()
         except UsageError as error:
-            raise NotInThisBuildError(str(error)) from error
+            raise AbsentError(str(error)) from error
         self.agent_pid = self.checkpointer.agent_pid
         trainer.step = self.checkpointer.steps_done  # it counts from its own first step
 

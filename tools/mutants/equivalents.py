@@ -62,12 +62,6 @@ EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
         "NumPy reads no version of the array interface; the number is what the protocol says today",
     ),
     Equivalent(
-        "ckptstore/write/policy/delta_interval.py",
-        "DeltaSizes.expect",
-        "len(known) > 1 => len(known) >= 1",
-        "where one gap is known, none is known at half of it: the other half of the condition is false",
-    ),
-    Equivalent(
         "ckptstore/log/fold_writer.py",
         "_hides_damage",
         "catalog.damage[-1] > opened.seq => catalog.damage[-1] >= opened.seq",

@@ -84,7 +84,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/backends/object_store/object_options.py": _some("object_options"),
     "ckptstore/backends/fsspec_files.py": _some("fsspec_files"),
     "ckptstore/backends/schemes.py": _some("backends", "third_party"),
-    "ckptstore/backends/sharing.py": _some("failed_in_flight", "space"),
+    "ckptstore/backends/store_names.py": _some("backends/test_backends", "tiers/test_tiers"),
+    "ckptstore/backends/sharing.py": _some("backends/test_sharing", "failed_in_flight", "space"),
     "ckptstore/backends/memory.py": _some("backends", "segments/test_plain_segments", "hostile_segments"),
     "ckptstore/backends/*pmem*.py": (*_some("pmem"), "tests/tools/test_crash_pmem.py", *_some("direct", "backends")),
     "ckptstore/backends/local_disk/folders.py": (
@@ -122,7 +123,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     ),
     "ckptstore/host/interpreter_exit.py": _some("host/test_interpreter_exit"),
     "ckptstore/host/processes.py": _some("host/test_processes"),
-    "ckptstore/host/sigterm.py": _some("diffs_review", "diff_kills"),
+    "ckptstore/host/sigterm.py": _some("host/test_sigterm", "diffs_review", "diff_kills"),
     "ckptstore/frameworks/pickled_arrays.py": _some("weight_files", "torch_archive"),
     "ckptstore/frameworks/torch_files.py": _some("weight_files", "pickled_arrays", "torch_archive"),
     "ckptstore/frameworks/*": _some("torch_*"),
@@ -200,7 +201,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         "rank_processes",
     ),
     "ckptstore/write/capture/layerwise_save.py": _some("direct", "agent/test_saving"),
-    "ckptstore/write/stage.py": _some("write/test_memory", "concurrent"),
+    "ckptstore/write/capture/unit_copy.py": _some("write/test_memory", "concurrent", "rank_memory", "torch_offload"),
+    **{f"ckptstore/write/{name}.py": _some("write/test_memory", "concurrent") for name in ("stage", "save_path")},
     "ckptstore/write/full_saves.py": _some(
         "write/test_memory", "concurrent", "writer", "layerwise_save", "torch_offload"
     ),

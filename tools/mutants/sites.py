@@ -36,7 +36,7 @@ ROOMS: Final = ("formats", "ckptstore")
 _SYNCS: Final = frozenset({"fsync", "fdatasync", "_fsync", "msync", "settle", "sync", "_sync"})
 _FENCING: Final = frozenset({"drain", "flush", "persist", "_drain", "_flush"})
 """The same in modules that write to persistent memory; elsewhere these words mean other things."""
-_PERSISTENT: Final = ("ckptstore/backends/pmem", "ckptstore/backends/libpmem")
+_PERSISTENT: Final = ("ckptstore/backends/local_disk/pmem", "ckptstore/backends/local_disk/libpmem")
 _CHECKING: Final = re.compile(r"_?(check|require|verify)_\w+|finish|_?finished")
 _CHECKSUMS: Final = re.compile(r"check_(header|chunk|identity|decoded|digest)")
 _PREDICATES: Final = {"intact": "checksum", "never_deleted": "anchor", "has_ended": "pin"}

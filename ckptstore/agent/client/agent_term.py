@@ -193,6 +193,8 @@ class AgentTerm:
             return False
 
     def _cancel(self, step: int) -> bool:
+        with contextlib.suppress(RuntimeError):  # closed: it was handed over
+            self.beside.submit(lambda: None).result()  # the agent knows the step once it is handed over
         return self._ask_quietly("cancel", step)
 
     # -- events

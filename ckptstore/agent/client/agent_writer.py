@@ -207,6 +207,7 @@ class AgentWriter(Writer):
             AgentError: the agent cannot, or died.
             MemoryError: there is not enough memory.
         """
+        self._transfer.replicates()
         agent = self._agent_term.connected()
         return ReplicaClient.begun(agent.link, self._agent_term.buffers, recipe, areas, self._transfer.promise)
 
@@ -276,6 +277,7 @@ class AgentWriter(Writer):
         self._agent_term.beside.shutdown()
         self._transfer.close()
         self._agent_term.gone()
+        self._agent_term.buffers.forget()
         interpreter_exit.forget(self)
         self._agent_term.failures.raise_unseen()
 

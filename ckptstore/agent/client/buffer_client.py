@@ -57,11 +57,11 @@ class BorrowedBuffer:
         return self.memory[start : start + self.layout.tensors[self.layout.numbers[name]].nbytes]
 
     def snapshot(self, flat: FlatState) -> Snapshot:
-        """The buffer as an unfilled snapshot of `flat`. Freeing the snapshot does not give the buffer back."""
+        """The buffer as an unfilled snapshot of `flat`. Freeing the snapshot gives the buffer back."""
         tensors: dict[str, TensorSource] = {
             name: HostTensor(one, self.place(name)) for name, one in flat.tensors.items()
         }
-        return Snapshot(LaidOutState(flat.tree, tensors, ()), lambda: None, lambda: None)
+        return Snapshot(LaidOutState(flat.tree, tensors, ()), lambda: None, self.give_back)
 
     def save(self, body: dict[str, Any], failed: Callable[[BaseException], None]) -> None:
         """Give the filled buffer to the agent.
@@ -105,7 +105,10 @@ class BufferClient:
         self._known: _KnownLayout | None = None
 
     def forget(self) -> None:
-        """The agent is gone: drop the mappings and the layout."""
+        """The agent is gone: drop the mappings and the layout. Memory that is still used stays mapped until it is not.
+
+        Unmapping also ends its registration with devices.
+        """
         with self._lock:
             self._maps.clear()
             self._layout = self._known = None

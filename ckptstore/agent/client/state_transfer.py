@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from ckptstore.agent.client.agent_launch import RunningAgent
@@ -21,12 +23,12 @@ from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.batched_copies import run_shared
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.threads import default_threads, run_all, started_pool
-from ckptstore.write.capture.layer_copies import Filling
-from ckptstore.write.capture.layerwise_save import Begun, LayeredSave, Owner, checked_layers
-from ckptstore.write.capture.snapshot import copy_jobs
+from ckptstore.host.threads import SleepingPool, default_threads, run_all, started_pool
+from ckptstore.write.capture.layerwise_save import LayeredSave, OpenSave, checked_layers
+from ckptstore.write.capture.snapshot import copy_queued
 from ckptstore.write.saves.ledger import Labels, PendingSave
 from ckptstore.write.saves.save_metrics import Meter
+from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Explaining, Update, Updates
 from ckptstore.write.writer_options import WriterOptions
 
@@ -45,6 +47,52 @@ class FilledByOwner:
     began: float | None
 
 
+class _Given:
+    """A save on its way to the agent.
+
+    Attributes:
+        tree: the state's tree.
+        save: the save; None: the agent keeps the state only in memory.
+        lent: the buffer that the state is copied to.
+        changes: what the optimizers did, as members of the message.
+        beside: the buffer that their gradients are copied to; None: there are none.
+    """
+
+    def __init__(self, tree: Any, save: AgentSave | None, lent: BorrowedBuffer) -> None:
+        self.tree = tree
+        self.save = save
+        self.lent = lent
+        self.changes: dict[str, Any] = {}
+        self.beside: BorrowedBuffer | None = None
+        self._arriving: list[Callable[[], None]] = []
+
+    def copied(self, arrive: Callable[[], None] | None) -> None:
+        """Note that tensors were copied. `arrive` waits for devices, or threads, that still copy them."""
+        if arrive is not None:
+            self._arriving.append(arrive)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether no device, and no other thread, copies any more."""
+        return not self._arriving
+
+    def arrive(self) -> None:
+        """Wait for the copies of devices and other threads. Raises the error of a copy."""
+        for arrive in self._arriving:
+            arrive()
+        self._arriving.clear()
+
+    def give_back(self) -> None:
+        """Return its buffers unfilled. Does nothing if they were saved; raises nothing."""
+        # Prevents: an agent that lends a buffer again while a device still copies to it.
+        for arrive in self._arriving:
+            with contextlib.suppress(Exception):  # a failed device copies no more; the save reports its error
+                arrive()
+        for one in (self.lent, self.beside):
+            if one is not None:
+                one.give_back()
+
+
 class StateTransfer:
     """Copies states to the agent of a term, in the training thread."""
 
@@ -52,8 +100,11 @@ class StateTransfer:
         self._agent_term = agent_term
         self._options = options
         self._copiers = started_pool(default_threads(), "ckptstore-copy")
+        self._registers = SleepingPool(1, "ckptstore-register")
+        self._last: Future[None] | None = None  # of the saves that a thread sends
+        self._replicates = False
         self._meter = Meter(options.on_metrics)
-        self._begun: Begun | None = None
+        self._begun: OpenSave | None = None
         self._explaining = Explaining(wanted=options.diffs is not None)
         self._planned_layout: tuple[Mapping[str, TensorSource], StateLayout] = ({}, StateLayout(()))
 
@@ -85,22 +136,18 @@ class StateTransfer:
             layout = StateLayout.of(flat.tensors) if filling is None else filling.layout
             lent = self._lend(agent, layout, save)
             save.measured.waited = lent.waited
+            given = _Given(flat.tree, save, lent)
             try:
                 # Prevents: a kill that costs more than `max_in_flight` saves; see `write.saves.in_flight`.
                 self._agent_term.failures.raise_unseen()
                 if filling is not None:
                     updates = filling.fill(lent.memory, lent.offsets) or None
                 else:
-                    self._copy(flat, lent)
-                changes, beside = self._changes(lent, updates, flat)
-                try:
-                    self._send(lent, flat.tree, save, changes)
-                except BaseException:
-                    if beside is not None:
-                        beside.give_back()
-                    raise
+                    self._copy(flat, given)
+                self._copy_changes(given, updates, flat)
+                self._hand_over(given)
             except BaseException:
-                lent.give_back()
+                given.give_back()
                 raise
             return self._agent_term.pending(save)
         except BaseException as error:
@@ -123,12 +170,15 @@ class StateTransfer:
         agent_term.failures.raise_unseen()
         agent = agent_term.connected()
         lent = agent_term.buffers.lend(agent.link, StateLayout.of(flat.tensors))
+        given = _Given(flat.tree, None, lent)
         try:
-            self._copy(flat, lent)
+            self._copy(flat, given)
+            given.arrive()
+            self._handed_over()
             agent_term.inherited = None  # the agent may overwrite its memory from now on
             lent.save({"step": step, "tree": flat.tree, "persist": False, **labels_form(labels)}, lambda _: None)
         except BaseException:
-            lent.give_back()
+            given.give_back()
             raise
 
     def prepare(self, state: Any) -> None:
@@ -177,39 +227,95 @@ class StateTransfer:
             save.move(agent_term.saves)
             return agent_term.buffers.lend(agent.link, layout)
 
-    def _copy(self, flat: FlatState, lent: BorrowedBuffer) -> None:
-        run_all(self._copiers, copy_jobs([(one, lent.place(name)) for name, one in flat.tensors.items()]))
+    # -- copies, by threads and devices
 
-    def _send(self, lent: BorrowedBuffer, tree: Any, save: AgentSave, changes: dict[str, Any]) -> None:
-        """Tell the agent what a buffer holds: from now on that is the newest state."""
-        refused = self._agent_term.expect(save)
+    def _copy(self, flat: FlatState, given: _Given) -> None:
+        """Copy a state to its buffer. The copies of devices may only be queued."""
+        copies = {name: (one, given.lent.place(name)) for name, one in flat.tensors.items()}
+        given.copied(self._copied(copies, given.lent, partial(run_all, self._copiers)))
+
+    def _copied(
+        self,
+        copies: Mapping[str, tuple[TensorSource, Bytes]],
+        lent: BorrowedBuffer,
+        run: Callable[[list[Callable[[], None]]], None],
+    ) -> Callable[[], None] | None:
+        def register(device: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile, or no thread can be started
+                self._registers.wake()
+                self._registers.submit(bridge.register, lent.memory, device)
+
+        return copy_queued(copies, lent.memory, run, register)
+
+    # -- to the agent, in the order of the steps
+
+    def _hand_over(self, given: _Given) -> None:
+        """Give a save to the agent: at once, or in a thread once devices and other threads have copied it."""
+        self._agent_term.check_open()
         self._agent_term.inherited = None  # the agent may overwrite its memory from now on
+        if self._replicates:
+            given.arrive()
+        # Prevents: a step that the agent refuses, because a later one overtook it.
+        if given.arrived and (self._last is None or self._last.done()):
+            self._send(given)
+            return
+
+        def work() -> None:
+            try:
+                given.arrive()  # Prevents: an agent that reads a buffer while a device still copies to it.
+                self._send(given)
+            except BaseException as error:  # noqa: BLE001  # the save reports it
+                given.give_back()
+                assert given.save is not None
+                given.save.fail(error)
+            finally:
+                assert given.save is not None
+                given.save.finish()
+
+        self._last = self._agent_term.beside.submit(work)
+
+    def _handed_over(self) -> None:
+        """Return when the agent was given every earlier save."""
+        if self._last is not None:
+            self._last.result()
+
+    def replicates(self) -> None:
+        """The agent repeats steps from now on. Return when it was given every earlier save.
+
+        From now on `save` waits for devices, because a step that is repeated is sent at once, after the state that it
+        builds on.
+        """
+        self._replicates = True
+        self._handed_over()
+
+    def _send(self, given: _Given) -> None:
+        """Tell the agent what a buffer holds: from now on that is the newest state."""
+        save = given.save
+        assert save is not None
+        refused = self._agent_term.expect(save)
         try:
-            lent.save({"step": save.step, "tree": tree, **labels_form(save.labels), **changes}, refused)
+            body = {"step": save.step, "tree": given.tree, **labels_form(save.labels), **given.changes}
+            given.lent.save(body, refused)
         except BaseException:
             self._agent_term.forget(save)
             raise
 
     # -- what the optimizers did
 
-    def _changes(
-        self, lent: BorrowedBuffer, updates: Updates | None, flat: FlatState
-    ) -> tuple[dict[str, Any], BorrowedBuffer | None]:
-        """What the optimizers did, as members of a message, and the buffer with copies of the gradients."""
+    def _copy_changes(self, given: _Given, updates: Updates | None, flat: FlatState) -> None:
+        """Add to a save what the optimizers did, and copy the gradients to a buffer of their own."""
         found = self._explaining.found(updates, flat)
         if not found:
-            return {}, None
+            return
         packed = Packed()
-        form = updates_form(found, lent.layout, packed)
+        given.changes = {"updates": updates_form(found, given.lent.layout, packed)}
         if not packed.nbytes:
-            return {"updates": form}, None
-        beside = self._agent_term.buffers.lend_beside(lent.link, packed.nbytes)
-        try:
-            run_shared(self._copiers, copy_jobs(packed.copies(beside.memory)), packed.nbytes)
-        except BaseException:
-            beside.give_back()
-            raise
-        return {"updates": form, "gradients": beside.number}, beside
+            return
+        beside = given.beside = self._agent_term.buffers.lend_beside(given.lent.link, packed.nbytes)
+        given.changes["gradients"] = beside.number
+        copies = {str(number): one for number, one in enumerate(packed.copies(beside.memory))}
+        shared = partial(run_shared, self._copiers, nbytes=packed.nbytes)
+        given.copied(self._copied(copies, beside, shared))
 
     # -- layer by layer
 
@@ -219,68 +325,39 @@ class StateTransfer:
         try:
             checked_layers(flat, layers)
             lent = self._lend(agent, StateLayout.of(flat.tensors), save)
-            try:
-                self._agent_term.failures.raise_unseen()
-            except BaseException:
-                lent.give_back()
-                raise
+            copies = Copies(lent.snapshot(flat))
+            copies.belongs_to(save)
+            self._agent_term.failures.raise_unseen()
         except BaseException as error:
             save.give_up(error)
             raise
 
-        def give_up() -> None:
-            lent.give_back()
-            save.give_up(CancelledError(f"the layer-wise save of step {save.step} was abandoned"))
-
-        def hand_over(now: FlatState, labels: Labels, updates: Updates | None, filling: Filling) -> PendingSave:
+        def submit(now: FlatState, labels: Labels, updates: Updates | None) -> PendingSave:
             self._begun = None
             save.labels = labels
             save.begin(self._meter.begin(now, save.step, time.monotonic()))
+            given = _Given(now.tree, save, lent)
             try:
-                return self._layered(lent, now, save, updates, filling)
+                given.copied(copies.state.arrive)
+                self._copy_changes(given, updates, now)
+                self._hand_over(given)
+                return self._agent_term.pending(save)
             except BaseException as error:
-                filling.stop()
-                lent.give_back()
                 save.give_up(error)
+                given.give_back()
                 raise
             finally:
                 save.measured.returned()
 
-        owner = Owner(hand_over, give_up, self._agent_term.check_open)
-        begun = LayeredSave(save.step, flat, layers, lent.snapshot(flat), self._copiers, owner)
-        self._begun = Begun(begun)
+        check_open = self._agent_term.check_open
+        begun = LayeredSave(save, flat, layers, copies.state, self._copiers, submit=submit, check_open=check_open)
+        self._begun = begun.opened
         return begun
 
     def settle(self) -> None:
         """Check that no layer-wise save is unfinished. Raises `UsageError`."""
         if self._begun is not None:
             self._begun.settle()
-
-    def _layered(
-        self, lent: BorrowedBuffer, now: FlatState, save: AgentSave, updates: Updates | None, filling: Filling
-    ) -> PendingSave:
-        """Give a layer-wise save to the agent, in a thread, once its last layer is copied."""
-        changes, beside = self._changes(lent, updates, now)
-
-        def work() -> None:
-            try:
-                filling.check()
-                self._send(lent, now.tree, save, changes)
-            except BaseException as error:  # noqa: BLE001  # the save reports it
-                filling.stop()
-                for one in (lent, beside):
-                    if one is not None:
-                        one.give_back()
-                save.fail(error)
-
-        try:
-            self._agent_term.check_open()
-            self._agent_term.beside.submit(work)
-        except BaseException:
-            if beside is not None:
-                beside.give_back()
-            raise
-        return self._agent_term.pending(save)
 
     # -- the end
 
@@ -292,4 +369,5 @@ class StateTransfer:
     def close(self) -> None:
         """End the threads, and report the metrics of every save."""
         self._copiers.shutdown()
+        self._registers.shutdown()
         self._meter.close()

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from ckptstore.errors import AgentError
-from ckptstore.host.buffers import Bytes
+from ckptstore.host.buffers import Bytes, MappedRegion
 from ckptstore.host.pages import BLOCK
 
 __all__ = ["SharedMemory"]
@@ -42,8 +42,8 @@ class SharedMemory:
         if not sealed or size < max(nbytes, 1):
             os.close(descriptor)
             raise AgentError(f"shared memory of {size} bytes, {nbytes} needed; or it is not sealed and may shrink")
-        region = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
-        self.memory: Bytes = np.frombuffer(region, np.uint8)
+        region = MappedRegion(mmap.mmap(descriptor, size, mmap.MAP_SHARED), shared=True)
+        self.memory: Bytes = np.asarray(region)
 
     @classmethod
     def made(cls, nbytes: int) -> SharedMemory:

@@ -188,10 +188,16 @@ class SharedBuffers:
         self.landed(buffer)
 
     def recall(self) -> None:
-        """The trainer is gone: take back every lent buffer, and forget its waiting requests."""
+        """The trainer is gone: drop every lent buffer, and forget its waiting requests.
+
+        They are not lent again. A killed process leaves its device for seconds, which may still copy to them.
+        """
         with self._lock:
             self._waiting.clear()
             lent = [one for one in self._buffers.values() if one.lent]
+            # Prevents: a state that the next trainer gives, over which a device of the last one copies.
+            for one in lent:
+                self._buffers.pop(one.number).shared.close()
         for one in lent:
             self.give_back(one)
 

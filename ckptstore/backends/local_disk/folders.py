@@ -136,7 +136,7 @@ class Folders:
     def check_present(self) -> None:
         """Raise `StoreNotFoundError` if the opened folder was deleted."""
         if self.deleted():
-            raise StoreNotFoundError(f"{self.root}: the folder of the store was deleted while it was open")
+            raise StoreNotFoundError.at(self.root, ": the folder of the store was deleted while it was open")
 
     def deleted(self) -> bool:
         """Whether the opened folder was deleted, so that no name leads to it. A moved folder is not deleted."""

@@ -43,6 +43,7 @@ from ckptstore.backends.local_disk.posix import SYSTEM, Posix, write_some
 from ckptstore.backends.local_disk.room import Room
 from ckptstore.backends.local_disk.spare_files import FULL, SpareFiles
 from ckptstore.backends.sharing import SaveSpace
+from ckptstore.backends.store_names import canonical
 from ckptstore.backends.system_errors import ABSENCES, Attempt, reading, writing
 from ckptstore.errors import (
     CkptError,
@@ -145,7 +146,7 @@ class LocalBackend(Backend):
     @property
     def address(self) -> str:
         """See `Backend.address`. A path is the real path at the time when the store was opened."""
-        return self.url if "://" in self.url else os.path.realpath(self.root)
+        return canonical(self.url) if "://" in self.url else os.path.realpath(self.root)
 
     @property
     def recycling(self) -> str:

@@ -85,7 +85,7 @@ class Failure:
         `more` says where the request was sent and how often.
         """
         if self.code == "NoSuchBucket":
-            return StoreNotFoundError(f"{name.partition(': ')[0]}: there is no such bucket")
+            return StoreNotFoundError.at(name.partition(": ")[0], ": there is no such bucket", "no bucket")
         if self.absent:
             return KeyNotFoundError(f"{name} does not exist")
         if self.exists:

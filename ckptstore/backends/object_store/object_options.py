@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from ckptstore.backends.store_names import checked_name
 from ckptstore.errors import MissingDependencyError, UsageError
 from ckptstore.host.bandwidth import bytes_per_second
 
@@ -97,7 +98,8 @@ def place_of(url: str, options: Mapping[str, Any] | None = None) -> ObjectPlace:
     if "@" in rest.partition("/")[0]:
         raise UsageError(f"{scheme}://: a store's URL holds no credentials; give storage_options, or the environment")
     parts = urlsplit(url)
-    bucket, prefix = rest.partition("/")[0], rest.partition("/")[2].rstrip("/")
+    bucket, _, prefix = rest.partition("/")
+    prefix = checked_name(url, prefix)
     if 0 < len(bucket) < _SHORTEST:
         raise UsageError(
             f"{url}: the bucket's name, {bucket!r}, is too short: names of buckets have {_SHORTEST} letters or more"

@@ -31,6 +31,7 @@ from ckptstore.backends.gathered import Blocks
 from ckptstore.backends.object_store.object_options import Concealed, place_of
 from ckptstore.backends.object_store.object_requests import Requests
 from ckptstore.backends.object_store.object_segments import SEGMENT_BYTES, ObjectSink, ObjectSource
+from ckptstore.backends.store_names import canonical
 from ckptstore.errors import (
     CkptError,
     ForeignObjectError,
@@ -201,6 +202,11 @@ class ObjectBackend(Backend):
     def _forget(self, key: str) -> None:
         with contextlib.suppress(CkptError):  # the writer may lack the right to delete: the probe's object is harmless
             self.delete(key)
+
+    @property
+    def address(self) -> str:
+        """See `Backend.address`."""
+        return canonical(self.url)
 
     def medium(self) -> str:
         """See `Backend.medium`."""

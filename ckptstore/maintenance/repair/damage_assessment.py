@@ -14,7 +14,20 @@ from ckptstore.maintenance.verify.verify_findings import Findings, edge_of
 from ckptstore.restore.restore_plan import Plan
 from ckptstore.segments.segment_reader import SegmentReader
 
-__all__ = ["Assessment", "assess"]
+__all__ = ["Assessment", "Loss", "assess"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why a checkpoint cannot be restored.
+
+    Attributes:
+        why: in words.
+        base: the checkpoint that it builds on, if that one's loss is the reason.
+    """
+
+    why: str
+    base: Node | None = None
 
 
 @dataclass
@@ -30,7 +43,7 @@ class Assessment:
 
     edges: list[Encoding] = field(default_factory=list)
     rewritten: list[Encoding] = field(default_factory=list)
-    lost: dict[Node, str] = field(default_factory=dict)
+    lost: dict[Node, Loss] = field(default_factory=dict)
     otherwise: dict[Node, Plan] = field(default_factory=dict)
 
     @property
@@ -128,14 +141,11 @@ class _Assessor:
                     return f"{entry.key}: tensor {tensor.name!r} is damaged"
         return ""
 
-    def why(self, node: Node, kept: Container[Node]) -> str:
+    def why(self, node: Node, kept: Container[Node]) -> Loss:
         """Return why a checkpoint is lost."""
-        edges = self._catalog.encodings.get(node, ())
-        reasons = [text for edge in edges if (text := self.reason(edge) or _below(edge, kept))]
-        return reasons[0] if reasons else "nothing stored restores it"
-
-
-def _below(edge: Encoding, kept: Container[Node]) -> str:
-    if edge.base is None or edge.base.node in kept:
-        return ""
-    return f"what it builds on is lost: {ref_of(edge.base.node)}"
+        for edge in self._catalog.encodings.get(node, ()):
+            if text := self.reason(edge):
+                return Loss(text)
+            if edge.base is not None and edge.base.node not in kept:
+                return Loss(f"what it builds on is lost: {ref_of(edge.base.node)}", edge.base.node)
+        return Loss("nothing stored restores it")

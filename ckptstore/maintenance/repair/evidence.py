@@ -73,7 +73,7 @@ def choose_run(
     for run, what in _claims(backend, keys, told):
         found.setdefault(run, Counter())[what] += 1
     if not found:
-        raise StoreNotFoundError(f"{backend.url}: nothing here can be read as part of a store")
+        raise StoreNotFoundError.at(backend.url, ": nothing here can be read as part of a store")
     matching = [run for run in found if wanted is None or run.startswith(wanted.lower())]
     if len(matching) == 1:
         return matching[0]

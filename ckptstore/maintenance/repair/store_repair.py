@@ -13,7 +13,7 @@ A kill at any instant leaves a place that is not yet a store; the same command c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptstore.backends.base import Backend
@@ -36,7 +36,7 @@ from ckptstore.maintenance.copies.parallel_copies import SegmentCopies
 from ckptstore.maintenance.copies.store_copy import check_apart, check_known
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.maintenance.repair.candidates import Candidates, candidates
-from ckptstore.maintenance.repair.damage_assessment import Assessment, assess
+from ckptstore.maintenance.repair.damage_assessment import Assessment, Loss, assess
 from ckptstore.maintenance.repair.evidence import Log, choose_run, format_of, in_progress, read_log
 from ckptstore.maintenance.repair.segment_descriptions import survey
 from ckptstore.maintenance.repair.segment_rewrite import Rewritten, rewrite, rewrite_as_fulls
@@ -67,6 +67,7 @@ class Repaired(HtmlTable):
             chain is damaged where they do not need it.
         tags: lost tags, with the REF of the lost checkpoint.
         damage: everything that is wrong with the old store's objects.
+        lost_bases: REF -> REF of the checkpoint that it builds on, of those of `lost` whose base is lost.
         latest: REF of the new store's latest checkpoint; None: it has none, or ``latest`` is an error there, too.
         segments, nbytes: what was written by this call.
     """
@@ -83,6 +84,7 @@ class Repaired(HtmlTable):
     latest: str | None
     segments: int
     nbytes: int
+    lost_bases: Mapping[str, str] = field(default_factory=dict)
 
 
 def repair(
@@ -149,7 +151,7 @@ def _look(source: Backend, run: str | None) -> _Evidence:
     check_known(source.url, format_file, log.catalog)
     options = candidates(source, run, log, told)
     if not (options.catalog.checkpoints or options.broken):
-        raise StoreNotFoundError(f"{source.url}: no part of a checkpoint is left of run {run}")
+        raise StoreNotFoundError.at(source.url, f": no part of a checkpoint is left of run {run}")
     return _Evidence(format_file, log, options, (*bad, *log.damage, *damage))
 
 
@@ -158,7 +160,7 @@ def _examined(journal: Journal, everything: Catalog, found: Findings, threads: i
 
     If a planned encoding is damaged and another one of its checkpoint is not, what builds on it is examined again.
     """
-    lost: dict[Node, str] = {}
+    lost: dict[Node, Loss] = {}
     catalog, gone, restorable = everything, None, dict[Node, Plan]()
     while True:
         flaws = Findings(found.tally)
@@ -243,7 +245,8 @@ def _report(
     damage: Sequence[Damage],
     work: tuple[SegmentCopies, Rewritten],
 ) -> Repaired:
-    lost = {**options.broken, **assessment.lost}
+    lost = {node: Loss(why) for node, why in options.broken.items()} | assessment.lost
+    lost = {node: loss for node, loss in sorted(lost.items()) if node not in made.checkpoints}
     try:
         newest = made.latest()
     except CorruptionError:  # a term continues from another state than the one that exists
@@ -253,7 +256,8 @@ def _report(
         run=run,
         log="whole" if log.whole else "damaged" if log.catalog.term else "gone",
         kept=tuple(ref_of(node) for node in made.checkpoints),
-        lost={ref_of(node): why for node, why in sorted(lost.items()) if node not in made.checkpoints},
+        lost={ref_of(node): loss.why for node, loss in lost.items()},
+        lost_bases={ref_of(node): ref_of(loss.base) for node, loss in lost.items() if loss.base is not None},
         found=tuple(ref_of(node) for node in made.checkpoints if node in options.found),
         unproven=tuple(ref_of(node) for node in made.checkpoints if node in options.unproven),
         rewritten=tuple(

@@ -8,11 +8,10 @@ copied into the base, if the new state is to be a base, and its memory is free f
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +19,11 @@ from typing import Final, TypeVar
 
 from ckptstore.errors import UsageError
 from ckptstore.formats.states.state import FlatState, TensorSource
-from ckptstore.host.arenas import ArenaLease, Arenas
+from ckptstore.host.arenas import ArenaLease
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
-from ckptstore.host.threads import SleepingPool
-from ckptstore.segments.staged_units import StagedUnits, copy_now
+from ckptstore.segments.staged_units import copy_now
+from ckptstore.write.capture.unit_copy import CopyMemory, UnitCopy
 
 __all__ = ["Feed", "Feeding", "Piece", "Unit", "Window"]
 
@@ -114,63 +113,46 @@ def _copied(submit: Callable[[Callable[[], None]], Future[None]], unit: Unit, me
     return submit(partial(_copy, unit, memory))
 
 
-class Feed:
-    """One state that is copied unit by unit. The training thread calls `run`; the committer's thread calls the rest.
+class Feed(UnitCopy):
+    """One state that is copied as it is compressed. See `UnitCopy`.
 
     Attributes:
         flat: the state, in training's own memory: read it only within `reading`.
-        told: `run` raises the error, so no other call needs to raise it.
     """
 
-    def __init__(self, flat: FlatState, memory: Arenas, budget: int, copiers: ThreadPoolExecutor) -> None:
+    def __init__(self, flat: FlatState, memory: Feeding) -> None:
+        super().__init__(memory)
         self.flat = flat
-        self.told = False
-        self._memory = memory
-        self._budget = budget
-        self._copiers = copiers
+        self._budget = memory.budget
         self._wanted: Future[Sequence[Unit]] = Future()
-        self._arrivals = StagedUnits(self._check)
-        self._gone: BaseException | None = None
         self._turn: float | None = None  # when its turn began
         self._reads = threading.Lock()
 
-    # -- the training thread
+    # -- the thread that saves
 
-    def run(self) -> float:
+    def _copy(self, begin: Callable[[], None]) -> float:
         """Copy the requested units in order -> the seconds waited, for the turn and for memory.
-
-        When this returns, nothing reads the state any more.
 
         Raises:
             UsageError: the budget is too small for a unit.
             and the error of a copy.
         """
+        begin()
         began = time.monotonic()
-        waited: list[float] = []
+        wanted = self._wanted.result()
+        waited = (self._turn or time.monotonic()) - began
+        submit = copy_now if len(wanted) == 1 else self._memory.copiers.submit
+        return waited + self._bring((unit.space, partial(_copied, submit, unit)) for unit in wanted)
+
+    def run(self, begin: Callable[[], None]) -> float:
+        """See `UnitCopy.run`."""
         try:
-            wanted = self._wanted.result()
-            waited.append((self._turn or time.monotonic()) - began)
-            submit = copy_now if len(wanted) == 1 else self._copiers.submit
-            copies = ((unit.space, partial(_copied, submit, unit)) for unit in wanted)
-            # If a unit is not wanted any more, the save has failed, and another call reports the error.
-            self._arrivals.bring(copies, self._memory, waited.append)
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        return sum(waited)
+            return super().run(begin)
+        finally:
+            with self._reads:  # Prevents: reading training's tensors after the call that passed them has raised.
+                pass
 
-    def _give_up(self, error: BaseException) -> None:
-        self.told = True
-        self._gone = error
-        self._arrivals.fail(error)
-        with self._reads:  # Prevents: reading training's tensors after the call that passed them has raised.
-            pass
-
-    # -- the committer's thread
-
-    def _check(self) -> None:
-        if self._gone is not None:
-            raise self._gone
+    # -- the thread that compresses
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -185,7 +167,7 @@ class Feed:
             try:
                 yield
             except BaseException as error:
-                self.told = True
+                self._told = True
                 self._wanted.set_exception(error)
                 raise
 
@@ -207,57 +189,36 @@ class Feed:
             error = UsageError(
                 f"memory: {self._budget} bytes; {largest.name!r} and what is coded with it need {largest.space} at once"
             )
-            self.told = True
+            self._told = True
             self._wanted.set_exception(error)
             raise error
-        self._memory.expect(min(sum(unit.space for unit in units), self._budget), 1)
+        self._memory.arenas.expect(min(sum(unit.space for unit in units), self._budget), 1)
         self._wanted.set_result(units)
         return (Window(unit, self._arrivals.take()) for unit in units)
 
-    @property
-    def spoiled(self) -> bool:
-        """Whether a unit could not be copied. `run` raises the error."""
-        return self._arrivals.spoiled
-
     def finish(self) -> None:
-        """End the feed, after success or failure: free its memory, and let training continue."""
+        """See `UnitCopy.finish`. Training continues."""
         if not self._wanted.done():
             self._wanted.set_result(())
-        self._arrivals.discard()
+        super().finish()
 
 
-class Feeding:
-    """The memory with a byte budget through which the states of a writer are copied."""
+class Feeding(CopyMemory):
+    """The memory with a byte budget for states that are compressed.
 
-    def __init__(self, budget: int, copiers: SleepingPool, background: Callable[[Callable[[], None]], object]) -> None:
-        """
-        Args:
-            budget: bytes of host memory.
-            copiers: threads that copy.
-            background: submits work that touches memory in the background.
-        """
-        self.memory = Arenas(budget)
-        self._budget = budget
-        self._copiers = copiers
-        self._background = background
+    Attributes:
+        budget: bytes of host memory.
+    """
 
-    def prepare(self, nbytes: int) -> None:
-        """Touch memory for a state of `nbytes` bytes in the background. A second call does nothing."""
-        if not self.memory.held:
-            self.memory.expect(min(nbytes + nbytes // 2, self._budget), 1)  # plus gradients and shared bytes
-        with contextlib.suppress(RuntimeError):  # closed meanwhile, which must not fail a save
-            for run in self.memory.touch():
-                self._background(run)
+    def __init__(self, budget: int, background: Callable[[Callable[[], None]], object]) -> None:
+        """See `CopyMemory`."""
+        super().__init__(budget, 1, background)
+        self.budget = budget
 
-    def wake(self) -> None:
-        """Start the threads that copy. Raises `RuntimeError` if no more can be started."""
-        self._copiers.wake()
+    def copy_of(self, flat: FlatState, digests: Mapping[str, int] | None = None) -> Feed:
+        """See `CopyMemory.copy_of`."""
+        del digests  # they are computed with the hashes, from bytes that are in a core's cache
+        return Feed(flat, self)
 
-    def feed(self, flat: FlatState) -> Feed:
-        """Make the `Feed` of a state."""
-        return Feed(flat, self.memory, self._budget, self._copiers)
-
-    def close(self) -> None:
-        """Stop the threads that copy, and free the memory. May be called repeatedly."""
-        self._copiers.shutdown()
-        self.memory.close()
+    def _space(self, nbytes: int) -> int:
+        return nbytes + nbytes // 2  # plus gradients and shared bytes

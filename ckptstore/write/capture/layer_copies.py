@@ -100,11 +100,11 @@ class Filling:
         return time.monotonic() - began
 
     def check(self) -> None:
-        """Wait for every layer. Raises the error of a failed copy."""
+        """Wait for every layer. Raises the error of a failed copy; `CancelledError`: `stop` was called."""
         self.wait()
         for name, layer in self._layers.items():
             for job in layer.jobs:
-                if not job.cancelled() and (error := job.exception()) is not None:
+                if (error := job.exception()) is not None:
                     error.add_note(f"while layer {name!r} was copied for its snapshot")
                     raise error
             assert layer.started, name

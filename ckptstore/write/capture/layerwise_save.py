@@ -2,7 +2,8 @@
 
 The training loop declares that a layer will not change for now: `LayeredSave.ready`. Threads then copy it. Before the
 layer changes again, `LayeredSave.wait` waits for the copy of that layer alone. Tensors of no layer are copied during
-`LayeredSave.finish`. After that it is a save like any other.
+`LayeredSave.finish`. Its snapshot arrives when the last layer is copied, as one arrives that a device copies: it is
+stored like any other.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Final
 
 from ckptstore.errors import UsageError
@@ -21,9 +22,10 @@ from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.threads import run_all
 from ckptstore.write.capture.layer_copies import Filling, Layer, LayerCopy, memory
 from ckptstore.write.capture.snapshot import Snapshot, copy_jobs
+from ckptstore.write.saves.job import Job
 from ckptstore.write.saves.ledger import Labels, PendingSave
 
-__all__ = ["Awaited", "Begun", "LayeredSave", "Owner", "checked_layers"]
+__all__ = ["Awaited", "LayeredSave", "OpenSave", "checked_layers"]
 
 _MOST_NAMED: Final = 3
 
@@ -51,41 +53,24 @@ class Awaited:
         raise UsageError(f"a tensor of {self.dtype} {list(self.shape)} was to be copied before it was given")
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The functions of the writer that a layer-wise save needs.
+class OpenSave:
+    """What a writer keeps of the layer-wise save that it began last, until it is finished or abandoned.
 
     Attributes:
-        hand_over: makes the snapshot durable. Arguments: the state as it is now, its labels, updates, and the copies to
-            wait for. It frees the memory in any case.
-        give_up: frees the memory and the step.
-        check_open: raises the error that ended the writer, if it has ended.
-    """
-
-    hand_over: Callable[[FlatState, Labels, Any, Filling], PendingSave]
-    give_up: Callable[[], None]
-    check_open: Callable[[], None]
-
-
-class Lease:
-    """The memory and the step of a layer-wise save, until it is finished or abandoned.
-
-    Attributes:
-        step: the step that is saved.
+        job: the save. Giving it up frees the memory.
         end: how it ended; empty: it has not ended.
     """
 
-    def __init__(self, step: int, filling: Filling, owner: Owner) -> None:
-        self.step = step
+    def __init__(self, save: LayeredSave, job: Job) -> None:
+        self.job = job
         self.end = ""
-        self._filling = filling
-        self._owner = owner
+        self._save = weakref.ref(save)
         self._lock = threading.Lock()
 
     def check(self) -> None:
         """Raise `UsageError` if it has ended."""
         if self.end:
-            raise UsageError(f"the layer-wise save of step {self.step} was {self.end} already")
+            raise UsageError(f"the layer-wise save of step {self.job.step} was {self.end} already")
 
     def claim(self) -> None:
         """Claim the right to finish it; only one caller can. Raises as `check`."""
@@ -94,25 +79,12 @@ class Lease:
             self.end = "finished"
 
     def abandon(self) -> None:
-        """Abandon the save, and free memory and step once nothing reads the layers. Does nothing if it has ended."""
+        """Abandon it, and free memory and step once nothing reads the layers. Does nothing if it has ended."""
         with self._lock:
             if self.end:
                 return
             self.end = "abandoned"
-        self.give_back()
-
-    def give_back(self) -> None:
-        """Free memory and step: nothing will be saved. The caller that claimed it calls this if finishing failed."""
-        self._filling.stop()
-        self._owner.give_up()
-
-
-class Begun:
-    """The layer-wise save that a writer began last."""
-
-    def __init__(self, save: LayeredSave) -> None:
-        self._save = weakref.ref(save)
-        self._lease = save._lease
+        self.job.give_up(CancelledError(f"the layer-wise save of step {self.job.step} was abandoned"))
 
     def settle(self) -> None:
         """Prepare for another save. A lost layer-wise save is abandoned, as the next would wait forever for its memory.
@@ -120,17 +92,13 @@ class Begun:
         Raises:
             UsageError: it is neither finished nor abandoned.
         """
-        if self._lease.end:
+        if self.end:
             return
         if self._save() is not None:
             raise UsageError(
-                f"the layer-wise save of step {self._lease.step} is not over: finish or abandon it before the next save"
+                f"the layer-wise save of step {self.job.step} is not over: finish or abandon it before the next save"
             )
-        self._lease.abandon()
-
-    def abandon(self) -> None:
-        """Abandon it, because the writer closes."""
-        self._lease.abandon()
+        self.abandon()
 
 
 class LayeredSave:
@@ -141,25 +109,32 @@ class LayeredSave:
 
     Attributes:
         step: the step that is saved.
+        opened: what its writer keeps of it.
     """
 
     def __init__(
         self,
-        step: int,
+        job: Job,
         flat: FlatState,
         layers: Mapping[str, Sequence[str]],
         snapshot: Snapshot,
         pool: ThreadPoolExecutor,
-        owner: Owner,
+        *,
+        submit: Callable[[FlatState, Labels, Any], PendingSave],
+        check_open: Callable[[], None],
     ) -> None:
         """
         Args:
+            job: the save. Giving it up frees the snapshot.
             flat: the state, or a state with the same dtypes and shapes; see `Awaited`.
             layers: the names of each layer's tensors; each tensor at most once (see `checked_layers`).
             snapshot: memory for the state, not filled yet.
             pool: threads that copy layers and do nothing else.
+            submit: submits the snapshot, which arrives when its last layer is copied. Arguments: the state as it is
+                now, its labels, and the updates. If it raises, it has given the job up, or another thread ends it.
+            check_open: raises the error that ended the writer, if it has ended.
         """
-        self.step = step
+        self.step = job.step
         self._flat = flat
         self._snapshot = snapshot
         self._layers = {
@@ -171,16 +146,18 @@ class LayeredSave:
             for name, members in layers.items()
         }
         self._filling = Filling(snapshot, self._layers, pool)
+        snapshot.arrives(self._filling.check, self._filling.stop)
         self._pool = pool
-        self._owner = owner
+        self._submit = submit
+        self._check_open = check_open
         self._lock = threading.RLock()
         self._now: FlatState | None = None  # the state when `rest` was called
-        self._lease = Lease(step, self._filling, owner)
+        self.opened = OpenSave(self, job)
 
     @property
     def is_open(self) -> bool:
         """Whether it is neither finished nor abandoned."""
-        return not self._lease.end
+        return not self.opened.end
 
     @property
     def copying(self) -> bool:
@@ -208,7 +185,7 @@ class LayeredSave:
             FencedError, CommitUnknownError, WriterClosedError: the writer can save no more.
         """
         with self._lock:
-            self._lease.check()
+            self.opened.check()
             found = self._layers.get(layer)
             if found is None:
                 raise UsageError(f"step {self.step} has no layer {layer!r}; its layers: {_some(list(self._layers))}")
@@ -250,7 +227,7 @@ class LayeredSave:
             WriterClosedError: the writer was closed.
         """
         with self._lock:
-            self._lease.check()
+            self.opened.check()
             flat = self._flat
             if state is not None:
                 flat = state if isinstance(state, FlatState) else bridge.flattened(state)
@@ -285,24 +262,24 @@ class LayeredSave:
         """
         labels = Labels.of(metadata, tags)
         with self._lock:
-            self._lease.check()
+            self.opened.check()
             if state is not None or self._now is None:
                 self.rest(state)
             assert self._now is not None
-            self._lease.claim()
+            self.opened.claim()
             try:
                 for name, layer in self._layers.items():
                     if not layer.started:
                         self._start(name, None)
                 self._snapshot.flat = replace(self._snapshot.flat, tree=self._now.tree)
-            except BaseException:
-                self._lease.give_back()
+            except BaseException as error:
+                self.opened.job.give_up(error)
                 raise
-            return self._owner.hand_over(self._now, labels, updates, self._filling)
+            return self._submit(self._now, labels, updates)
 
     def abandon(self) -> None:
         """Give the save up. Returns when nothing reads the layers. Does nothing if it is not open any more."""
-        self._lease.abandon()
+        self.opened.abandon()
 
     def __enter__(self) -> LayeredSave:
         return self
@@ -323,15 +300,15 @@ class LayeredSave:
         try:
             run_all(self._pool, jobs)
         except RuntimeError:
-            self._owner.check_open()  # closed by another thread, and its pool with it
+            self._check_open()  # closed by another thread, and its pool with it
             raise
 
     def _start(self, name: str, copied: Callable[[], None] | None) -> None:
-        self._owner.check_open()
+        self._check_open()
         try:
             self._filling.start(name, copied)
         except RuntimeError:
-            self._owner.check_open()
+            self._check_open()
             raise
 
     def _check_same(self, flat: FlatState) -> None:

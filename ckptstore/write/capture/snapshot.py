@@ -23,7 +23,7 @@ from ckptstore.host.prefault import Prefault
 from ckptstore.host.threads import run_all
 from ckptstore.segments.aligned_regions import LaidOutState, RegionPlan, plan_regions
 
-__all__ = ["HostTensor", "Snapshot", "SnapshotPool", "copy_jobs"]
+__all__ = ["HostTensor", "Snapshot", "SnapshotPool", "copy_jobs", "copy_queued"]
 
 _PIECE: Final = 8 << 20
 _PASSED: Final = 4
@@ -62,6 +62,7 @@ class Snapshot:
     def __init__(self, flat: LaidOutState, landed: Callable[[], None], free: Callable[[], None]) -> None:
         self.flat = flat
         self._arrive: Callable[[], None] | None = None
+        self._stop: Callable[[], None] | None = None
         self._landed: Callable[[], None] | None = landed
         self._free: Callable[[], None] | None = free
 
@@ -71,23 +72,31 @@ class Snapshot:
         if landed is not None:
             landed()
 
-    def arrives(self, wait: Callable[[], None]) -> None:
-        """Note that devices still copy to it; `wait` waits for that."""
-        self._arrive = wait
+    def arrives(self, wait: Callable[[], None], stop: Callable[[], None] | None = None) -> None:
+        """Note that a device, or threads, still copy to it.
+
+        Args:
+            wait: waits until all is copied; raises the error of a copy.
+            stop: ends the copies early, and returns when none runs any more; None: they cannot be ended.
+        """
+        self._arrive, self._stop = wait, stop
 
     def arrive(self) -> None:
-        """Wait for copies that a device makes. Raises the error of the device."""
+        """Wait until all is copied. Raises the error of a copy."""
         if self._arrive is not None:
             self._arrive()
-            self._arrive = None
+            self._arrive = self._stop = None
 
     def free(self) -> None:
         """Return the memory to the pool."""
         free, self._free = self._free, None
         if free is not None:
-            # Prevents: giving the memory to the next save while a device still copies to it.
-            with contextlib.suppress(Exception):  # a failed device copies no more; the save has raised its error
-                self.arrive()
+            # Prevents: giving the memory to the next save while a device, or a thread, still copies to it.
+            if self._stop is not None:
+                self._stop()
+            else:
+                with contextlib.suppress(Exception):  # a failed device copies no more; the save has raised its error
+                    self.arrive()
             free()
 
     def room(self, flat: FlatState) -> dict[str, Bytes] | None:
@@ -188,29 +197,19 @@ class SnapshotPool:
         Args:
             queued: return when the copies of devices are queued. Call `Snapshot.arrive` before you read it.
         """
-        queue = bridge.copy_queue(flat.tensors)
         memory, snapshot, copies = self._laid_out(flat)
-        if queue is not None and not bridge.registered(memory):
-            self._device = bridge.device_of(flat.tensors)
+
+        def register(device: Any) -> None:
+            self._device = device
             with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._background(partial(bridge.register, memory, self._device))  # for the next copy
-            queue = None
+                self._background(partial(bridge.register, memory, device))
+
         try:
-            if queue is None:
-                run_all(pool, copy_jobs(copies))
-                return snapshot
-            by_device = [(name, out) for (_, out), name in zip(copies, flat.tensors, strict=True) if queue.queues(name)]
-            try:
-                with queue.queueing():
-                    for name, out in by_device:
-                        queue.sources[name].read(0, out)
-            finally:
-                snapshot.arrives(queue.marked())
-                queue.gate()
-            hosts = [one for one, name in zip(copies, flat.tensors, strict=True) if not queue.queues(name)]
-            run_all(pool, copy_jobs(hosts))
-            if not queued:
-                snapshot.arrive()
+            arrive = copy_queued(copies, memory, lambda jobs: run_all(pool, jobs), register)
+            if arrive is not None:
+                snapshot.arrives(arrive)
+                if not queued:
+                    snapshot.arrive()
         except BaseException:
             snapshot.free()
             raise
@@ -219,16 +218,16 @@ class SnapshotPool:
     def _plan(self, flat: FlatState) -> RegionPlan:
         return plan_regions(_specs(flat), self._segment_bytes)
 
-    def _laid_out(self, flat: FlatState) -> tuple[Bytes, Snapshot, list[tuple[TensorSource, Bytes]]]:
-        """Memory, an unfilled snapshot in it, and the pairs of source and target to copy, in the order of `flat`."""
+    def _laid_out(self, flat: FlatState) -> tuple[Bytes, Snapshot, dict[str, tuple[TensorSource, Bytes]]]:
+        """Memory, an unfilled snapshot in it, and the source and target of each copy, in the order of `flat`."""
         plan = self._plan(flat)
         memory = self._memory(plan.size)
-        copies: list[tuple[TensorSource, Bytes]] = []
+        copies: dict[str, tuple[TensorSource, Bytes]] = {}
         tensors: dict[str, TensorSource] = {}
         for name, source in flat.tensors.items():
             start = plan.offsets[name]
             place = memory[start : start + source.nbytes]
-            copies.append((source, place))
+            copies[name] = source, place
             tensors[name] = HostTensor(source, place)
         laid_out = LaidOutState(flat.tree, tensors, plan.regions(memory))
         return memory, Snapshot(laid_out, lambda: None, lambda: self._give(memory)), copies
@@ -291,6 +290,54 @@ _Spec: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...] | None, tupl
 
 def _specs(flat: FlatState) -> tuple[_Spec, ...]:
     return tuple((name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items())
+
+
+def copy_queued(
+    copies: Mapping[str, tuple[TensorSource, Bytes]],
+    memory: Bytes,
+    run: Callable[[list[Callable[[], None]]], None],
+    register: Callable[[Any], object],
+) -> Callable[[], None] | None:
+    """Copy tensors into memory. Devices copy to registered memory without the host: these copies are only queued.
+
+    Args:
+        copies: each source, and where in `memory` it is copied to.
+        memory: contains all targets.
+        run: runs the jobs that copy on the host.
+        register: registers `memory` with a device, for the next copy. Called if it is not registered; then this waits
+            for the copies of devices.
+
+    Returns:
+        A function that waits until devices have copied; None: everything is copied. Until it has returned, do not read
+        the memory, and do not use it for anything else.
+
+    Raises:
+        the error of a copy. Then nothing writes to `memory` any more.
+    """
+    sources = {name: source for name, (source, _) in copies.items()} if bridge.uses_devices() else {}
+    queue = bridge.copy_queue(sources)
+    if queue is not None and not bridge.registered(memory):
+        register(bridge.device_of(sources))
+        queue = None
+    if queue is None:
+        run(copy_jobs(list(copies.values())))
+        return None
+    try:
+        try:
+            with queue.queueing():
+                for name, (_, out) in copies.items():
+                    if queue.queues(name):
+                        queue.sources[name].read(0, out)
+        finally:
+            arrive = queue.marked()
+            queue.gate()
+        run(copy_jobs([one for name, one in copies.items() if not queue.queues(name)]))
+    except BaseException:
+        # Prevents: giving the memory to the next save while a device still copies to it.
+        with contextlib.suppress(Exception):  # a failed device copies no more
+            queue.wait()
+        raise
+    return arrive
 
 
 def copy_jobs(copies: Sequence[tuple[TensorSource, Bytes]]) -> list[Callable[[], None]]:

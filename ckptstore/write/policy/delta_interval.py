@@ -13,6 +13,8 @@ by gap during training, and chooses the T with the fewest bytes per checkpoint w
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -134,25 +136,31 @@ class DeltaSizes:
 
     def expect(self, gap: int) -> float:
         """The expected bytes of a delta over `gap` checkpoints."""
-        known = sorted(self.sizes.items())
+        return self.expect_all([gap])[0]
+
+    def expect_all(self, gaps: Sequence[int]) -> list[float]:
+        """The expected bytes of a delta over each of `gaps`."""
+        known = sorted(self.sizes)
         if not known:
-            return 0.7 * self.full
-        below = [pair for pair in known if pair[0] <= gap]
-        above = [pair for pair in known if pair[0] >= gap]
-        if below and above:
-            (low, at_low), (high, at_high) = below[-1], above[0]
-            if low == high:
-                return at_low
-            share = math.log2(gap / low) / math.log2(high / low)
-            return at_low + share * (at_high - at_low)
-        if above:  # smaller than every measured gap: no larger than the delta of the nearest gap
-            return above[0][1]
-        last, at_last = below[-1]
+            return [0.7 * self.full] * len(gaps)
+        last, at_last = known[-1], self.sizes[known[-1]]
         slope = _PRIOR_SLOPE * self.full
-        if len(known) > 1 and (older := [pair for pair in known if pair[0] <= last / 2]):
-            gap_older, at_older = older[-1]
-            slope = max(0.0, (at_last - at_older) / math.log2(last / gap_older))
-        return min(self.full, at_last + slope * math.log2(gap / last))
+        if older := bisect_right(known, last / 2):
+            gap_older = known[older - 1]
+            slope = max(0.0, (at_last - self.sizes[gap_older]) / math.log2(last / gap_older))
+        found = []
+        for gap in gaps:
+            at = self.sizes.get(gap)
+            if at is None and gap > last:
+                at = min(self.full, at_last + slope * math.log2(gap / last))
+            elif at is None:
+                place = bisect_right(known, gap)
+                low, high = known[max(place - 1, 0)], known[place]
+                # Smaller than every measured gap: no larger than the delta of the nearest gap.
+                share = math.log2(gap / low) / math.log2(high / low) if place else 0.0
+                at = self.sizes[low] + share * (self.sizes[high] - self.sizes[low])
+            found.append(at)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +189,9 @@ def candidates(
     (full + D * sum over a cycle of its deltas) / (D*T + 1). The largest delta of a cycle is not always its last.
     """
     found = [Candidate(0, 0, sizes.full, sizes.full)]
+    expected = sizes.expect_all(range(1, CANDIDATES[-1] + 1))
     for interval in CANDIDATES:
-        cycle = [sizes.expect(gap if form == "anchor" else interval) for gap in range(1, interval + 1)]
+        cycle = expected[:interval] if form == "anchor" else [expected[interval - 1]] * interval
         longest = max(cycle)
         fits = depth if limit == math.inf else min(depth, int((limit - sizes.full) / max(longest, 1.0)))
         if fits >= 1:

@@ -168,7 +168,8 @@ class CommitCoordinator:
         begun: list[str] = []
         try:
             session = self._resources.session(begun.append)
-            return committer.settle(one.exchange, one.agreement, session, one.labels, one.how, kept=one.kept)
+            with one.space.committing():
+                return committer.settle(one.exchange, one.agreement, session, one.labels, one.how, kept=one.kept)
         except BaseException:
             one.begun += tuple(begun)
             raise

@@ -9,10 +9,11 @@ from ckptstore.host.buffers import Staging
 from ckptstore.host.threads import WORTH_THREADS, SleepingPool, Workers, started_pool
 from ckptstore.log.journal import Journal
 from ckptstore.segments.write_session import SegmentSession
+from ckptstore.write.capture.bounded_capture import Feeding
 from ckptstore.write.capture.snapshot import SnapshotPool
+from ckptstore.write.capture.unit_copy import CopyMemory, StagedMemory
 from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.ranks.rank_options import RankOptions
-from ckptstore.write.ranks.share_budget import ShareBudget
 from ckptstore.write.saves.in_flight import Places
 from ckptstore.write.saves.ledger import Failures
 from ckptstore.write.saves.save_metrics import Meter
@@ -30,7 +31,7 @@ class RankResources:
         options: the options of this writer. `ranks`: how the ranks save together.
         failures: errors that no call has raised yet. `places`: places for saves in flight.
         snapshots: memory for copies. `staging`: buffers between state and medium.
-        bounded: copies shares under a byte budget; None: there is no budget.
+        bounded: memory with a byte budget, to which shares are copied unit by unit; None: there is no budget.
         blocks: threads that write. `workers`: threads that copy, hash and compress.
         write_thread: writes shares and hands them in. `commit_thread`: waits for the results.
         meter: reports the metrics of every save.
@@ -46,14 +47,13 @@ class RankResources:
         self._background = SleepingPool(1, "ckptstore-touch")
         self.places = Places(options.max_in_flight, self.failures)
         self.snapshots = SnapshotPool(options.max_in_flight, self._background.submit, journal.backend.segment_bytes)
-        self.bounded: ShareBudget | None = None
+        self.bounded: CopyMemory | None = None
         if options.memory is not None:
-            self.bounded = ShareBudget(
-                options.memory,
-                options.max_in_flight,
-                coded=not options.plain,
-                background=self._background.submit,
-                segment_bytes=journal.backend.segment_bytes,
+            background, segment_bytes = self._background.submit, journal.backend.segment_bytes
+            self.bounded = (
+                StagedMemory(options.memory, options.max_in_flight, background, segment_bytes)
+                if options.plain
+                else Feeding(options.memory, background)
             )
         self.blocks = SleepingPool(options.threads, "ckptstore-write")
         self.workers = Workers.sleeping(min(os.cpu_count() or 1, self.staging.blocks - 1), "ckptstore-hash")

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptstore.backends.sharing import SaveSpace
 from ckptstore.formats.states.state import FlatState
 from ckptstore.host.progress import Progress
-from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.capture.unit_copy import UnitCopy
 from ckptstore.write.policy.orders import FULL_ORDER, Order
 from ckptstore.write.ranks.messages.step_messages import Exchange
 from ckptstore.write.ranks.rank_agreement import Agreement
-from ckptstore.write.ranks.share_units import ArrivingShare
 from ckptstore.write.saves.in_flight import Place
 from ckptstore.write.saves.job import Job
 from ckptstore.write.saves.ledger import Labels, Saves
@@ -62,6 +62,7 @@ class RankSave(Job):
         order: how it is stored; None: rank 0 has sent no order.
         coded: the step diff; None: it is not a step diff, or there is a flaw.
         begun: segments that were begun for it. `dropped`: segments that its commit drops.
+        space: its share of the medium, from its first byte to its commit.
         began: when writing began, on the monotonic clock. `time`: when the caller saved it, seconds since 1970.
         retained: the snapshot stays in memory.
     """
@@ -88,7 +89,7 @@ class RankSave(Job):
         self.digests: Mapping[str, int] | None = None
         self.snapshot: Snapshot | None = None
         self.adopted: Adopted | None = None
-        self.feed: Feed | ArrivingShare | None = None
+        self.feed: UnitCopy | None = None
         self.updates: Sequence[Update] = ()
         self.explained = False
         self.gradients: Snapshot | None = None
@@ -97,6 +98,7 @@ class RankSave(Job):
         self.coded: EncodedStep | None = None
         self.begun: tuple[str, ...] = ()
         self.dropped: tuple[str, ...] = ()
+        self.space = SaveSpace()
         self.began = 0.0
         self.time = time.time()
         self.retained = False
@@ -109,7 +111,7 @@ class RankSave(Job):
     @property
     def told(self) -> bool:
         """Whether the call that saved it raises its error."""
-        return not self.asynchronous or (self.feed is not None and (self.feed.told or self.feed.spoiled))
+        return not self.asynchronous or (self.feed is not None and self.feed.told)
 
     def enter(self, place: Place) -> None:
         """See `Job.enter`. The save leaves when it is durable on all ranks, has failed, or waits for its batch."""
@@ -117,13 +119,22 @@ class RankSave(Job):
         # Prevents: a kill that costs more than `max_in_flight` saves, because written shares wait for their commit.
         self.done.add_done_callback(lambda _: self.leave())
 
+    def arrive(self) -> None:
+        """Wait for devices that still copy to its memory. Raises the error of a device."""
+        for copies in (self.snapshot, self.gradients):
+            if copies is not None:
+                copies.arrive()
+
     def let_go(self) -> None:
         """Free its memory, except for a retained snapshot. May be repeated."""
         if self.feed is not None:
             self.feed.finish()
-        if self.gradients is not None:
-            self.gradients.free()
+        # Prevents: memory that stays mapped, and registered with devices, until Python's collector finds this save.
+        gradients, self.gradients = self.gradients, None
+        snapshot, self.snapshot = self.snapshot, None
+        if gradients is not None:
+            gradients.free()
         self.updates = ()
-        if self.snapshot is not None and not self.retained:
-            self.snapshot.free()
-        self.share = None
+        if snapshot is not None and not self.retained:
+            snapshot.free()
+        self.share = self.adopted = None

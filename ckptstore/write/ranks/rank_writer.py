@@ -65,6 +65,8 @@ class RankWriter(Writer):
         self._ended: Future[None] | None = None
         self._lock = threading.Lock()
         self._process = os.getpid()
+        # Prevents: two callers that each copy into memory that the other one waits for, while one thread writes.
+        self._turn = threading.Lock() if options.plain else contextlib.nullcontext()
         self._polls: Periodic | None = None
         self._work = RankWork(resources, rank_term)
         if rank_term.committer is not None and options.poll_seconds is not None:
@@ -286,11 +288,32 @@ class RankWriter(Writer):
         measured.returned()
 
     def _hand_over(self, one: RankSave) -> Future[None]:
-        """Submit a save to the write thread; under a byte budget, copy it as it is written."""
-        bounded = self._resources.bounded
-        if bounded is None or one.feed is None:
+        """Submit a save to the write thread; under a byte budget, copy it as it is written or compressed.
+
+        Raises:
+            whatever copying or submitting raised. The step may be saved again, unless the call was interrupted.
+        """
+        if one.feed is None:
             return self._submit(one)
-        return bounded.hand_over(one, self._submit)
+        written: list[Future[None]] = []
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            begun = True
+            written.append(self._submit(one))
+
+        try:
+            with self._turn:
+                one.measured.waited += one.feed.run(begin)
+        except BaseException as error:
+            if not begun:
+                one.feed.stop(error)
+                begin()  # the write thread tells the other ranks
+            if isinstance(error, Exception) and written:
+                wait([one.done])  # by then the other ranks have been told, and the step is free to be saved again
+            raise
+        return written[0]
 
     def _submit(self, one: RankSave) -> Future[None]:
         with self._lock:
@@ -314,8 +337,11 @@ class RankWriter(Writer):
         """Wait for every save, then end; a second call does nothing. Raises the unseen error of a `save_async`."""
         if self._process != os.getpid():
             return  # a forked process: the threads belong to the parent
-        sigterm.forget(self)
-        interpreter_exit.await_end(self, interrupted=self._interrupted)
+        try:
+            interpreter_exit.await_end(self, interrupted=self._interrupted)
+        finally:
+            # Prevents: waiting steps lost to a SIGTERM that comes while closing writes them.
+            sigterm.forget(self)
         if self._polls is not None:
             self._polls.stop()
         self._resources.close_threads()
@@ -351,7 +377,12 @@ class RankWriter(Writer):
 
         For `host.sigterm`.
         """
-        self._work.settle_all()
+        with self._lock:
+            ended = self._ended
+        if ended is None:
+            self._work.settle_all()
+        else:
+            wait([ended])  # closing writes them
 
     def _unfinished(self) -> list[int]:
         """The steps of `save_async` that are not finished, ascending (`host.interpreter_exit`)."""

@@ -17,8 +17,7 @@ from ckptstore.write.ranks.rank_agreement import agree
 from ckptstore.write.ranks.rank_resources import RankResources
 from ckptstore.write.ranks.rank_save import Adopted, RankSave
 from ckptstore.write.ranks.rank_term import RankTerm
-from ckptstore.write.ranks.share_units import ArrivingShare
-from ckptstore.write.ranks.shares import Holding, digests_of, holding_of, share_of, steady, updates_of
+from ckptstore.write.ranks.shares import ChosenDigests, Holding, digests_of, holding_of, share_of, steady, updates_of
 from ckptstore.write.saves.in_flight import Place
 from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies, with_sparse_copies
 
@@ -79,20 +78,19 @@ def _copy(resources: RankResources, one: RankSave, holding: Holding, updates: Se
         _adopt(one, one.adopted, updates_of(holding, one.agreement.writes, updates or ()))
         return
     bounded = resources.bounded
-    if bounded is not None and (one.asynchronous or bounded.coded):
-        one.feed = bounded.take(one.share, _known(one.share, one.digests))
-        if isinstance(one.feed, ArrivingShare):
-            one.share = one.feed.state
+    if bounded is not None and (one.asynchronous or not resources.options.plain):
+        one.feed = bounded.copy_of(one.share, _known(one.share, one.digests))
+        one.share = one.feed.flat
         one.updates = with_sparse_copies(updates_of(holding, one.agreement.writes, updates or ()))
         return
     if one.asynchronous:
-        one.snapshot = resources.snapshots.placed(one.share, resources.blocks)
+        one.snapshot = resources.snapshots.placed(one.share, resources.blocks, queued=True)
     elif updates is not None:  # the next step is compressed against this one
         one.snapshot = resources.snapshots.copy(one.share, resources.workers.pool)
     if one.snapshot is not None:
         one.share = with_digests(one.snapshot.flat, one.digests)
         own = updates_of(holding, one.agreement.writes, updates or ())
-        one.updates, one.gradients = with_copies(own, resources.snapshots, resources.blocks)
+        one.updates, one.gradients = with_copies(own, resources.snapshots, resources.blocks, queued=True)
 
 
 def _adopt(one: RankSave, given: Adopted, updates: Sequence[Update]) -> None:
@@ -118,14 +116,14 @@ def _learn(rank_term: RankTerm, updates: Sequence[Update]) -> None:
 
 
 def with_digests(share: LaidOutState, digests: Mapping[str, int] | None) -> LaidOutState:
-    """Add the digests that were computed for comparison: a tensor that is stored whole needs no second computation."""
-    return replace(share, digests={**share.digests, **_known(share, digests)})
+    """Use the digests that were computed for comparison: a tensor that is stored whole needs no second computation."""
+    return replace(share, digests=_known(share, digests))
 
 
-def _known(share: FlatState, digests: Mapping[str, int] | None) -> dict[str, int]:
-    known = digests or {}
-    return {
-        name: known[name]
-        for name, source in share.tensors.items()
-        if name in known and place_of(source) == (None, None)
-    }
+def _known(share: FlatState, digests: Mapping[str, int] | None) -> Mapping[str, int]:
+    """The digests of the tensors that a share stores whole. Reading one may wait for a device."""
+    known = {} if digests is None else digests
+    tensors = share.tensors.items()
+    return ChosenDigests(
+        known, [name for name, source in tensors if name in known and place_of(source) == (None, None)]
+    )

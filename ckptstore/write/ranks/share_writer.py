@@ -67,6 +67,8 @@ class ShareWriter:
                 raise self._rank_term.stopped
             if self._ordering is not None:
                 one.order = self._ordering.order(one)
+            if one.flaw is None:
+                one.arrive()  # Prevents: writing memory that a device still copies to.
             if one.how.after is not None:
                 self._add(one)
             else:
@@ -96,7 +98,7 @@ class ShareWriter:
         one.dropped = tuple(self._rank_term.abandoned)  # the commit drops them, if it succeeds
         one.began = time.monotonic()
         # Until it is committed: only then is the space of what it retires free for the shares of later steps.
-        space = self._resources.journal.backend.begin_save()
+        one.space = space = self._resources.journal.backend.begin_save()
         one.done.add_done_callback(lambda _: space.end())
         with space.within():
             part = self._written(one, begun)

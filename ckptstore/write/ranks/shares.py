@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -22,7 +23,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.write.ranks.division import Family, Item, Rows, encode_items
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["Holding", "Steady", "digests_of", "holding_of", "share_of", "steady", "updates_of"]
+__all__ = ["ChosenDigests", "Holding", "Steady", "digests_of", "holding_of", "share_of", "steady", "updates_of"]
 
 _PIECE: Final = 16 << 20
 _READ: Final = 4 << 20
@@ -207,12 +208,46 @@ def _part_of(
     return BoxSource(gradient, (stop - first,), first * itemsize)
 
 
-def digests_of(sources: Mapping[str, TensorSource], pool: ThreadPoolExecutor) -> dict[str, int]:
+class ChosenDigests(Mapping[str, int]):
+    """Some of the digests of another mapping, which may still be computed: reading one may wait for a device."""
+
+    def __init__(self, digests: Mapping[str, int], names: Iterable[str]) -> None:
+        """
+        Args:
+            digests: state digests, by name.
+            names: those that are chosen. `digests` has all of them.
+        """
+        self._digests = digests
+        self._names = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> int:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._digests[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def digests_of(sources: Mapping[str, TensorSource], pool: ThreadPoolExecutor) -> Mapping[str, int]:
     """State digests of tensors, by name.
 
-    A device computes those of its tensors if it can; the threads of `pool` compute the others.
+    A device computes those of its tensors if it can; the threads of `pool` compute the others. The tensors may change
+    when this returns. Reading the digest of a tensor on a device waits for it.
     """
-    found = bridge.device_digests(sources)
+    queue = bridge.copy_queue(sources)
+    found: Mapping[str, int] = {}
+    if queue is not None:
+        try:
+            found = queue.digests(small=True)
+        finally:
+            queue.gate()
     jobs = []
     for name, source in sources.items():
         if name in found:
@@ -222,7 +257,7 @@ def digests_of(sources: Mapping[str, TensorSource], pool: ThreadPoolExecutor) ->
     for name, job in jobs:
         sums[name] += job.result()
     mine = {name: digest.combine(total, nbytes=sources[name].nbytes) for name, total in sums.items()}
-    return {**found, **mine}
+    return ChainMap(mine, found) if found else mine  # type: ignore[arg-type]  # nothing is changed there
 
 
 def _partial(source: TensorSource, start: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ckptstore.formats import checksums
@@ -43,16 +43,19 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The part of one step in one segment."""
+    """The part of one step in one segment.
+
+    Attributes:
+        stored: the bytes of its payloads.
+    """
 
     step: EncodedStep
     units: tuple[Unit, ...]
     first: bool
+    stored: int = field(init=False)
 
-    @property
-    def stored(self) -> int:
-        """The bytes of its payloads."""
-        return sum(tensor.stored for unit in self.units for tensor in unit)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stored", sum(tensor.stored for unit in self.units for tensor in unit))
 
 
 def write_batch(

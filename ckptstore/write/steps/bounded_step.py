@@ -1,7 +1,7 @@
 """Compresses a step while it is copied unit by unit, as `step_encoding` does. Each unit replaces the previous step's.
 
 A step that does not wait for other steps is written as it is compressed: its payloads, which may be a third of the
-state, are never in memory all at once.
+state, are never in memory all at once. `step_encoding.encode_step` says why this is a loop of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 
 from ckptstore.formats import checksums, digest, jsontext
 from ckptstore.formats.history.records import Encoding, SegmentEntry
-from ckptstore.formats.segment_files.layout import chunk_extents
 from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_files.segment_index import MAX_ENTRIES
 from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
@@ -43,6 +42,7 @@ from ckptstore.write.steps.step_encoding import (
     code_chunk,
     fitting_updates,
     join,
+    rest_tensor,
     unit_of,
     will_fit,
 )
@@ -139,14 +139,8 @@ class FedStep:
                 units.append(unit)
                 self._look(one, sum(tensor.stored for tensor in unit))
             coded: Iterator[EncodedChunk] = chain.from_iterable(results)
-            for plan in share.rest:
-                chunks = tuple(replace(piece, payload=piece.payload.copy()) for piece in islice(coded, _count(plan)))
-                units.append((EncodedTensor(plan.spec, plan.choice.name, plan.params, chunks),))
-        state = self._state(
-            [(one.spec.name, one.spec.dtype, one.spec.shape, one.hash) for unit in units for one in unit]
-        )
-        tree, excess = self._flat.tree, tuple(self._excess)
-        return EncodedStep(self._step, self._base.id, tree, tuple(units), state, self._nbytes, excess=excess)
+            units += [(rest_tensor(plan, coded),) for plan in share.rest]
+        return EncodedStep.of(self._flat, self._base.id, self._step, units, self._excess)
 
     def write(
         self, fed: Fed, session: SegmentSession, draft: SegmentDoc, moment: float, limit: int | None = None
@@ -177,17 +171,11 @@ class FedStep:
                 fill = partial(self._fill, share, results, made)
                 segments.append(write_stream(session, doc, share.nbytes, fill))
                 entries += made
-        state = self._state([(one.name, one.dtype, one.shape, one.hash) for one in entries])
+        parts_of_state = [(one.name, one.dtype, one.shape, one.hash) for one in entries]
+        state = checksums.state_hash(jsontext.dumps(self._flat.tree), parts_of_state)
         cost = sum(segment.size for segment in segments)
         encoding = Encoding((draft.term, self._step), KIND, self._base.id, tuple(ids), False, cost)
-        return StreamedStep(tuple(segments), encoding, state, len(entries), self._nbytes, tuple(self._excess))
-
-    @property
-    def _nbytes(self) -> int:
-        return sum(source.nbytes for source in self._flat.tensors.values())
-
-    def _state(self, parts: Sequence[tuple[str, str, tuple[int, ...], str]]) -> str:
-        return checksums.state_hash(jsontext.dumps(self._flat.tree), parts)
+        return StreamedStep(tuple(segments), encoding, state, len(entries), self._flat.nbytes, tuple(self._excess))
 
     # -- the order of compression
 
@@ -276,15 +264,11 @@ class FedStep:
         rest = chain.from_iterable(next(results) for _ in units_of(share.rest, self._flat, None))
         for plan in share.rest:
             places, pieces = [], []
-            for coded in islice(rest, _count(plan)):
+            for coded in islice(rest, plan.chunks):
                 places.append(_append(stream, coded.payload))
                 pieces.append(replace(coded, payload=_NOTHING))
             made.append(_entry(EncodedTensor(plan.spec, plan.choice.name, plan.params, tuple(pieces)), stream, places))
         return {self._step: {entry.name: entry for entry in made}}
-
-
-def _count(plan: TensorPlan) -> int:
-    return sum(1 for _ in chunk_extents(plan.spec.nbytes))
 
 
 def _append(stream: BlockStream, payload: Bytes) -> _Place:
@@ -326,7 +310,9 @@ def plan_fed(
     """Plan how to compress `flat` against the previous step, from samples of it; arguments as for `encode_step`."""
     joined = list(join(fitting_updates(updates, flat, base), flat, base))
     rules = choose_rules(joined, step_choices, workers)
-    fits = list(workers.pool.map(lambda one, rule: will_fit(one, rule, step_choices), joined, rules))
+    asked = (partial(will_fit, one, rule, step_choices) for one, rule in zip(joined, rules, strict=True))
+    with closing(workers.in_order(asked)) as answers:
+        fits = list(answers)
     unfit = (one.excess(None) for one, fit in zip(joined, fits, strict=True) if not fit)
     moved = [(one, rule) for one, rule, fit in zip(joined, rules, fits, strict=True) if fit]
     names = {name for one, _ in moved for update in one.updates for name in update.slots}

@@ -6,6 +6,8 @@ A writer of one process holds the whole state of the last step, a rank its share
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import partial
 
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import Policy
@@ -112,7 +114,8 @@ class ResidentStep:
         if len(known) == len(found):
             return known  # it was copied unit by unit, and the step in memory may be torn by now
         tensors = self.here.tensors
-        return dict(zip(tensors, self._workers.pool.map(_digest, tensors.values()), strict=True))
+        with closing(self._workers.in_order(partial(_digest, one) for one in tensors.values())) as digests:
+            return dict(zip(tensors, digests, strict=True))
 
 
 class _Nothing:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ from ckptstore.formats.segment_files.step_codec import STEP, StepGroup, follower
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.threads import Workers, cancel_and_wait
+from ckptstore.host.threads import Workers
 from ckptstore.write.capture.bounded_capture import Piece, Unit
 from ckptstore.write.delta_encoding import (
     Base,
@@ -51,6 +52,7 @@ __all__ = [
     "fitting_updates",
     "join",
     "numbers_of",
+    "rest_tensor",
     "unit_of",
     "will_fit",
 ]
@@ -73,22 +75,25 @@ Rules: TypeAlias = tuple[optim.Encoding, optim.Rule]
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """A compressed tensor, which owns the memory of its payloads."""
+    """A compressed tensor, which owns the memory of its payloads.
+
+    Attributes:
+        stored: the bytes of its payloads.
+    """
 
     spec: TensorSpec
     codec: str
     params: Mapping[str, Any]
     chunks: tuple[EncodedChunk, ...]
+    stored: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stored", sum(len(chunk.payload) for chunk in self.chunks))
 
     @property
     def hash(self) -> str:
         """See `TensorEntry.hash`."""
         return checksums.tensor_hash([chunk.decoded_hash for chunk in self.chunks])
-
-    @property
-    def stored(self) -> int:
-        """The bytes of its payloads."""
-        return sum(len(chunk.payload) for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,7 @@ class EncodedStep:
         nbytes: logical bytes.
         lossy: whether it differs from the state of training.
         excess: parameters that changed in another way than their updates say.
+        stored: bytes of all payloads.
     """
 
     step: int
@@ -114,16 +120,31 @@ class EncodedStep:
     nbytes: int
     lossy: bool = False
     excess: tuple[Excess, ...] = ()
+    stored: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stored", sum(tensor.stored for unit in self.units for tensor in unit))
+
+    @classmethod
+    def of(
+        cls,
+        flat: FlatState,
+        base: CheckpointId,
+        step: int,
+        units: Sequence[tuple[EncodedTensor, ...]],
+        excess: Sequence[Excess],
+        *,
+        lossy: bool = False,
+    ) -> EncodedStep:
+        """The compressed `flat`. Its state hash is computed from the hashes of `units`."""
+        parts = [(one.spec.name, one.spec.dtype, one.spec.shape, one.hash) for unit in units for one in unit]
+        state = checksums.state_hash(jsontext.dumps(flat.tree), parts)
+        return cls(step, base, flat.tree, tuple(units), state, flat.nbytes, lossy, tuple(excess))
 
     @property
     def tensors(self) -> int:
         """The number of tensors in the state."""
         return sum(len(unit) for unit in self.units)
-
-    @property
-    def stored(self) -> int:
-        """Bytes of all payloads."""
-        return sum(tensor.stored for unit in self.units for tensor in unit)
 
 
 @dataclass(slots=True)
@@ -264,6 +285,12 @@ def encode_step(
 ) -> EncodedStep:
     """Compress `flat` against the previous step.
 
+    `bounded_step` uses the same parts in a loop of its own, because it has to decide everything beforehand. Here,
+    parameters whose payload turns out too large become deltas: which tensors are deltas is known when all parameters
+    are compressed. There, all units are requested at once, in one order, and each replaces the base when it is
+    compressed: a parameter that turns out too large can no longer become a delta, and the whole step becomes a full.
+    One loop for both would choose between these two at each of its steps.
+
     Args:
         flat: the state, in host memory; must not change until this returns.
         updates: what the optimizers did. Updates that do not fit state and base are ignored.
@@ -281,11 +308,9 @@ def encode_step(
     moved = {tensor.spec.name for unit in units for tensor in unit}
     rest = flat.tensors.keys() - moved
     plans = choose_all(flat, base, 1, choices, workers, rest)
-    units += [(tensor,) for tensor in _code_rest(plans, flat, base, workers)]
-    parts = [(one.spec.name, one.spec.dtype, one.spec.shape, one.hash) for unit in units for one in unit]
-    state = checksums.state_hash(jsontext.dumps(flat.tree), parts)
-    nbytes = sum(source.nbytes for source in flat.tensors.values())
-    return EncodedStep(step, base.id, flat.tree, tuple(units), state, nbytes, lossy, excess)
+    with closing(code_all(plans, flat, base, workers)) as chunks:
+        units += [(rest_tensor(plan, chunks),) for plan in plans]
+    return EncodedStep.of(flat, base.id, step, units, excess, lossy=lossy)
 
 
 def _stored(unit: tuple[EncodedTensor, ...] | None) -> int | None:
@@ -408,11 +433,8 @@ def _code_joined(
 
 def choose_rules(joined: Sequence[Joined], choices: StepChoices, workers: Workers) -> list[Rules]:
     """Choose how each of `joined` is compressed."""
-    futures = [workers.pool.submit(_choose_rule, one, choices) for one in joined]
-    try:
-        return [future.result() for future in futures]
-    finally:
-        cancel_and_wait(futures)
+    with closing(workers.in_order(partial(_choose_rule, one, choices) for one in joined)) as rules:
+        return list(rules)
 
 
 def _choose_rule(one: Joined, choices: StepChoices) -> Rules:
@@ -541,13 +563,9 @@ def unit_of(
     return tuple(unit)
 
 
-def _code_rest(plans: Sequence[TensorPlan], flat: FlatState, base: Base, workers: Workers) -> Iterator[EncodedTensor]:
-    with closing(code_all(plans, flat, base, workers)) as coded:
-        for plan in plans:
-            chunks = []
-            for _ in chunk_extents(plan.spec.nbytes):
-                piece = next(coded)
-                # A raw payload is the state's own memory, which may change before the batch is written; any other
-                # payload is the beginning of a larger region.
-                chunks.append(replace(piece, payload=piece.payload.copy()))
-            yield EncodedTensor(plan.spec, plan.choice.name, plan.params, tuple(chunks))
+def rest_tensor(plan: TensorPlan, coded: Iterator[EncodedChunk]) -> EncodedTensor:
+    """A tensor that no optimizer updates, from the next of the compressed chunks."""
+    # A raw payload is the state's own memory, which may change before the batch is written; any other payload is the
+    # beginning of a larger region.
+    chunks = tuple(replace(piece, payload=piece.payload.copy()) for piece in islice(coded, plan.chunks))
+    return EncodedTensor(plan.spec, plan.choice.name, plan.params, chunks)

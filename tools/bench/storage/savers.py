@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tools.bench.dcp_stagers import Stagers
 from tools.bench.measure import Measurement
 from tools.bench.storage import raw
 from tools.bench.storage.pagecache import fsync
@@ -101,14 +102,13 @@ def dcp_save(state: BenchState, folder: Path, measurement: Measurement) -> dict[
 
 def dcp_async(state: BenchState, folder: Path, measurement: Measurement) -> dict[str, float]:
     """DCP with a stager that keeps its buffers: the first save fills them, the measured one finds them warm."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    stagers = Stagers(pinned=False)
 
     def start(nested: dict[str, Any], step: int) -> _Pending:
         path = folder / f"dcp-{step}"
-        future = async_save(nested, checkpoint_id=path, async_stager=stager, no_dist=True)
+        future = async_save(nested, checkpoint_id=path, async_stager=stagers.next(), no_dist=True)
         assert not isinstance(future, AsyncSaveResponse)
 
         def settle() -> None:
@@ -121,7 +121,7 @@ def dcp_async(state: BenchState, folder: Path, measurement: Measurement) -> dict
     try:
         further = _async_save(start, state, measurement, lambda step: shutil.rmtree(folder / f"dcp-{step}"))
     finally:
-        stager.close()
+        stagers.close()
     (folder / "dcp-3").rename(folder / "dcp")
     return further
 

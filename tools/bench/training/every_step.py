@@ -166,7 +166,7 @@ def show(console: Console, results: Results) -> None:
     for case, samples in results.samples.items():
         table, label = (loops, LABELS) if case.kind == "loop" else (back, RECOVERIES)
         if not samples:
-            why = "not in this build" if case in results.absent else "[red]failed[/red]"
+            why = "absent" if case in results.absent else "[red]failed[/red]"
             table.add_row(label[case.strategy], why)
         else:
             row = _loop_row if case.kind == "loop" else _recovery_row
@@ -174,6 +174,8 @@ def show(console: Console, results: Results) -> None:
     for table in (loops, back):
         if table.row_count:
             console.print(table)
+    for case, reason in results.absent.items():
+        console.print(f"{case.kind}/{case.strategy} is absent: {reason}", highlight=False)
     for case, error in results.errors.items():
         console.print(f"[red]{case.kind}/{case.strategy} failed[/red]: {error}", highlight=False)
 

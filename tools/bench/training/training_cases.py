@@ -113,7 +113,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Results:
-    """Samples of each case by round, why a case was given up, and what this build lacks."""
+    """Samples of each case by round, why a case was given up, and why one is absent from this build or this device."""
 
     samples: dict[Case, list[dict[str, Any]]]
     errors: dict[Case, str] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 
 from tools.bench.training.training_cases import SPIN
 from tools.bench.training.training_loop import Trainer, on_savers
-from tools.bench.training.training_strategies import Ledger, Nothing, NotInThisBuildError, Options, Store, Strategy
+from tools.bench.training.training_strategies import AbsentError, Ledger, Nothing, Options, Store, Strategy
 
 __all__ = ["CHECKPOINTERS", "DENSITY", "LEFT"]
 
@@ -131,25 +131,31 @@ LEFT: Final[list[Any]] = []
 
 def _opened(kind: type[Checkpointed], folder: Path, trainer: Trainer, options: Options, *, agent: bool) -> Any:
     """A Checkpointer that has resumed the existing run, with the loop's own step."""
+    from ckptstore import UsageError
     from ckptstore.training import Checkpointer, strategies
 
     if kind.how not in strategies.STRATEGIES:
-        raise NotInThisBuildError(f"a Checkpointer of this build has no strategy {kind.how!r}")
+        raise AbsentError(f"a Checkpointer of this build has no strategy {kind.how!r}")
     given: dict[str, Any] = {"compressor": _compressed(trainer)} if kind.compressed else {}
     if agent:
         given |= {"agent": True, "linger_seconds": 60.0}
     with on_savers():
-        checkpointer = Checkpointer(
-            folder / "store",
-            model=trainer.model,
-            optimizer=trainer.optimizer,
-            extra={"steps": _Steps(trainer)},
-            strategy=kind.how,
-            full_every=options.full_every,
-            group=None,
-            signals=False,
-            **given,
-        )
+        try:
+            checkpointer = Checkpointer(
+                folder / "store",
+                model=trainer.model,
+                optimizer=trainer.optimizer,
+                extra={"steps": _Steps(trainer)},
+                strategy=kind.how,
+                full_every=options.full_every,
+                group=None,
+                signals=False,
+                **given,
+            )
+        except UsageError as error:
+            if kind.how == "replica" and trainer.device.type != "cpu":
+                raise AbsentError(str(error)) from error
+            raise
         checkpointer.resume()
     return checkpointer
 

@@ -93,6 +93,8 @@ def show(console: Console, tables: Tables, labels: dict[str, str]) -> None:
     if any(case.batch for case in tables.of("table")):
         console.print(_wasted_title(tables), highlight=False)
         console.print(_wasted(tables))
+    for case, reason in tables.results.absent.items():
+        console.print(f"{case.name} is absent: {reason}", highlight=False)
     for case, why in tables.results.errors.items():
         console.print(f"[red]{case.name} failed[/red]: {why}", highlight=False)
 
@@ -134,7 +136,7 @@ def _loops(tables: Tables, interval: int, labels: dict[str, str]) -> Table:
 
 def _why(tables: Tables, case: Case) -> str:
     if case in tables.results.absent:
-        return "not in this build"
+        return "absent"
     return "[red]failed[/red]" if case in tables.results.errors else "not run"
 
 

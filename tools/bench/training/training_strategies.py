@@ -23,14 +23,15 @@ import numpy as np
 import torch
 import zstandard
 
+from tools.bench.dcp_stagers import Stagers
 from tools.bench.storage.pagecache import fsync
 from tools.bench.training.training_loop import State, Trainer, mapped, tensors
 
 _STEP: Final = "step-{:08}"
 
 
-class NotInThisBuildError(Exception):
-    """The strategy needs a feature that this build of ckptstore lacks."""
+class AbsentError(Exception):
+    """The strategy needs something that this build of ckptstore, or this device, lacks."""
 
 
 @dataclass(slots=True)
@@ -159,10 +160,7 @@ class DcpAsync(Strategy):
 
     def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
         super().__init__(folder, trainer, options, ledger)
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        pinned = trainer.device.type == "cuda"
-        self._stager = DefaultStager(StagingOptions(pinned, False, False, False))
+        self._stagers = Stagers(pinned=trainer.device.type == "cuda")
         self._under_way: tuple[Future[Any], threading.Event] | None = None
 
     def save(self, step: int) -> None:
@@ -170,7 +168,7 @@ class DcpAsync(Strategy):
 
         self.settle()
         path = self.folder / _STEP.format(step)
-        future = async_save(self.trainer.state(), checkpoint_id=path, async_stager=self._stager, no_dist=True)
+        future = async_save(self.trainer.state(), checkpoint_id=path, async_stager=self._stagers.next(), no_dist=True)
         assert not isinstance(future, AsyncSaveResponse)
         synced = threading.Event()
 
@@ -193,7 +191,7 @@ class DcpAsync(Strategy):
 
     def close(self) -> None:
         super().close()
-        self._stager.close()
+        self._stagers.close()
 
     @staticmethod
     def restore(folder: Path, trainer: Trainer) -> int | None:
@@ -434,11 +432,9 @@ class LayerWise(Store):
         try:
             layerwise = importlib.import_module("ckptstore.training.layerwise.layerwise_snapshots")
         except ImportError as error:
-            raise NotInThisBuildError(
-                "ckptstore.training.layerwise.layerwise_snapshots is not in this build"
-            ) from error
+            raise AbsentError("ckptstore.training.layerwise.layerwise_snapshots is not in this build") from error
         if self.mode not in get_args(layerwise.Mode):
-            raise NotInThisBuildError(f"layer-wise snapshots of this build have no mode {self.mode!r}")
+            raise AbsentError(f"layer-wise snapshots of this build have no mode {self.mode!r}")
         super().__init__(folder, trainer, options, ledger)
         self._snapshots = layerwise.LayerwiseSnapshots(
             self.writer, trainer.model, trainer.optimizer, state=trainer.state, mode=self.mode

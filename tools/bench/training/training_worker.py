@@ -27,7 +27,7 @@ import torch
 from tools.bench.measure import Measurement
 from tools.bench.training.training_checkpointers import CHECKPOINTERS
 from tools.bench.training.training_loop import Shape, Trainer, digest, divide_cores, pin
-from tools.bench.training.training_strategies import STRATEGIES, Ledger, NotInThisBuildError, Options, Strategy
+from tools.bench.training.training_strategies import STRATEGIES, AbsentError, Ledger, Options, Strategy
 
 ALL: Final = {**STRATEGIES, **CHECKPOINTERS}
 WARM_STEPS: Final = 3
@@ -281,7 +281,7 @@ def main() -> None:
             kill(asked, shape)
         tasks = {"loop": loop, "turns": turns, "restore": restore, "recover": recover}
         say(tasks[asked.task](asked, shape) | {"pinning": pinning})
-    except NotInThisBuildError as error:
+    except AbsentError as error:
         say({"absent": str(error)})
 
 
