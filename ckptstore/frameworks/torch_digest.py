@@ -176,7 +176,8 @@ def device_digests(
 
 def _batches(members: Mapping[str, adapter.TorchSource]) -> list[list[str]]:
     """The names of tensors that are digested together: each large one alone."""
-    large, small = [], [[]]
+    large: list[list[str]] = []
+    small: list[list[str]] = [[]]
     size = 0
     for name, source in members.items():
         if source.nbytes >= _WORTH:

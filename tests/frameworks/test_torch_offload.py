@@ -22,6 +22,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.agent.protocol.shared_memory import SharedMemory  # noqa: E402
 from ckptstore.frameworks import torch_offload  # noqa: E402
 from ckptstore.frameworks.torch_offload import CopyQueue  # noqa: E402
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
@@ -262,6 +263,25 @@ def test_a_fork_has_no_registered_memory_and_lets_go_of_none(monkeypatch: pytest
         del memory
         gc.collect()
         assert len(calls) == 1
+
+
+def test_a_fork_keeps_memory_that_is_shared() -> None:
+    """The kernel copies none of it for the fork."""
+    with simulated(0):
+        shared = SharedMemory.made(1 << 20)
+        shared.close()
+        shared.memory[:] = 1
+        assert torch_offload.register(shared.memory, GPU)
+        if (child := os.fork()) == 0:
+            try:
+                faulthandler.disable()
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                os._exit(int(shared.memory[5]))
+            finally:
+                os._exit(9)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 1
+        del shared
 
 
 def test_memory_that_cannot_be_registered_costs_time_alone(

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +17,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
-from ckptstore import DeterminismWarning  # noqa: E402
+import ckptstore.agent  # noqa: E402
+from ckptstore import DeltaOptions, DeterminismWarning, RankOptions  # noqa: E402
+from ckptstore.errors import DivergedReplicasError  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook  # noqa: E402
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
 from tests import warmth  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.store.states import same  # noqa: E402
+from tests.write.rank_threads import as_ranks  # noqa: E402
 
 STEPS = 8
 
@@ -233,7 +238,7 @@ def test_compressed_gradients_on_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("way", ["full", "delta", "gradient", "full by an agent"])
+@pytest.mark.parametrize("way", ["full", "delta", "gradient", "full by an agent", "gradient by an agent"])
 def test_a_step_is_saved_as_it_was_while_the_device_lags_behind(tmp_path: Path, way: str) -> None:
     """The device still has 0.2 s of other work when the step is given, and the next update is queued at once."""
     with quiet():
@@ -249,6 +254,121 @@ def test_a_step_is_saved_as_it_was_while_the_device_lags_behind(tmp_path: Path, 
         store = ckptstore.open(tmp_path / "run")
         for step, wanted in enumerate(copies, 1):
             same(listed(on_host(wanted)), listed(on_host(store.load(step)["model"])), f"step {step}")
+
+
+QUEUED: dict[str, Callable[[], dict[str, Any]]] = {
+    **{way: (lambda way=way: WAYS[way]) for way in WAYS if way != "auto"},  # type: ignore[misc]
+    "full by a rank": lambda: {"strategy": "full", "group": Group(0, 1, LocalMailbox())},
+    "gradient by a rank": lambda: {"strategy": "gradient", "full_every": 5, "group": Group(0, 1, LocalMailbox())},
+}
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("way", QUEUED)
+def test_a_step_returns_while_its_copies_are_queued_on_a_gpu(tmp_path: Path, way: str) -> None:
+    """Once memory is registered: the device still has a second of other work to do when the call returns."""
+    with quiet():
+        script = Script("cuda", "AdamW foreach")
+        with script.checkpointer(tmp_path / "run", **QUEUED[way]()) as checkpointer:
+            checkpointer.resume()
+            for _ in range(STEPS):
+                script.update()
+                pending = checkpointer.step()
+                assert pending is not None
+                pending.result()
+                time.sleep(0.2)  # memory is registered meanwhile
+            torch.cuda.synchronize()
+            torch.cuda._sleep(2_000_000_000)
+            script.update()
+            wanted = {name: one.detach().clone() for name, one in script.model.state_dict().items()}
+            pending = checkpointer.step()
+            behind = not torch.cuda.current_stream().query()
+            script.update()
+            assert behind, "the call waited for the device"
+        found = ckptstore.open(tmp_path / "run").load(STEPS + 1)["model"]
+        same(listed(on_host(wanted)), listed(on_host(found)))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("deltas", [None, DeltaOptions(interval=1)], ids=["full", "delta"])
+def test_ranks_whose_copies_and_digests_are_queued_on_a_gpu(tmp_path: Path, deltas: DeltaOptions | None) -> None:
+    """Two ranks, each with a stream of its own; what is saved changes at once. At last their replicas differ."""
+    ended = []
+
+    def work(group: Group) -> None:
+        store = ckptstore.open(tmp_path / "run", create=True)
+        with (
+            torch.cuda.stream(torch.cuda.Stream()),
+            store.writer(group=group, ranks=RankOptions(timeout=60), deltas=deltas, max_in_flight=2) as writer,
+        ):
+            sizes = (8_000_000, 300_000, 70_001, 7, 1)
+            state = {f"w{size}": torch.zeros(size, device="cuda") for size in sizes}
+            state |= {"odd": torch.zeros(7, dtype=torch.uint8, device="cuda")}
+            state |= {"strided": torch.zeros(5, 4, device="cuda").t(), "host": torch.zeros(5)}
+            for step in range(1, 2 * STEPS + 1):
+                if step > STEPS:
+                    torch.cuda._sleep(50_000_000)
+                for one in state.values():
+                    one.fill_(step)
+                pending = writer.save_async(state, step)
+                if step <= STEPS:
+                    pending.result()
+                    time.sleep(0.2)
+                for one in state.values():
+                    one.zero_()
+            pending.result()
+            state["w7"][-1] = group.rank
+            try:
+                writer.save_async(state, 2 * STEPS + 1).result()
+            except DivergedReplicasError as error:
+                ended.append(str(error))
+
+    assert as_ranks(2, work) == [None, None]
+    assert len(ended) == 2
+    assert all("w7" in one for one in ended)
+    store = ckptstore.open(tmp_path / "run")
+    assert not store.verify(deep=True).damage
+    for step in range(1, 2 * STEPS + 1):
+        assert all(bool((one == step).all()) for one in store.load(step).values()), step
+
+
+KILLED_COPYING = """
+import os, signal, sys, time
+import torch
+import ckptstore.agent
+writer = ckptstore.agent.writer(sys.argv[1], max_in_flight=2, linger_seconds=120)
+x = torch.zeros(1 << 28, device="cuda")
+for step in range(1, 6):
+    x.fill_(step)
+    writer.save_async({"x": x}, step).result()
+    time.sleep(1)
+x.fill_(6)
+writer.save_async({"x": x}, 6)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_trainer_killed_while_its_copies_are_queued_on_a_gpu(tmp_path: Path) -> None:
+    """A gigabyte is on the bus when it dies. The agent keeps the step before; what the next trainer saves is right."""
+    script = [sys.executable, "-W", "ignore", "-c", KILLED_COPYING, str(tmp_path / "run")]
+    done = warmth.run(script, cwd=Path(__file__).parents[2], timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with ckptstore.agent.writer(tmp_path / "run", max_in_flight=2) as writer:
+            kept = writer.step
+            assert kept in (5, 6)
+            assert bool((writer.load(device="cuda")["x"] == kept).all())
+            state = {"x": torch.full((1 << 28,), 7.0, device="cuda")}
+            writer.save_async(state, 7).result()
+    store = ckptstore.open(tmp_path / "run")
+    assert store.latest_step() == 7
+    for step in (5, kept, 7):
+        assert bool((store.load(step, device="cuda")["x"] == step).all())
 
 
 @pytest.mark.gpu

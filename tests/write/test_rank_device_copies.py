@@ -170,6 +170,36 @@ def test_what_leaves_an_order_out_is_caught(tmp_path: Path, mutant: str) -> None
     pytest.fail(f"{mutant}: not caught under any seed")
 
 
+def test_rows_of_a_tensor_are_copied_by_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank stores half of the only tensor, and its call waits for no device."""
+    monkeypatch.setattr("ckptstore.write.ranks.division.CUT_FROM", 4096)
+    place = tmp_path / "store"
+    together = threading.Barrier(RANKS, timeout=60)
+    with simulated(0, devices=RANKS) as machine:
+
+        def work(group: Group) -> list[str]:
+            torch.cuda.set_device(group.rank)
+            x = torch.arange(1 << 20, dtype=torch.float32, device="cuda").reshape(-1, 256)
+            store = ckptstore.open(place, create=True)
+            with store.writer(group=group, ranks=RankOptions(timeout=60), max_in_flight=1) as writer:
+                for step in range(1, WARM + 1):
+                    writer.save_async({"x": x}, step).result()
+                    settled(machine, RANKS)
+                machine.counts.reset()
+                together.wait()
+                pending = writer.save_async({"x": x}, WARM + 1)
+                x.zero_()
+                waits = list(machine.counts.waits)
+                pending.result()
+            return [one.why for one in waits if one.thread == threading.get_ident()]
+
+        assert as_ranks(RANKS, work, LocalMailbox()) == [[], []]
+        assert 4 << 20 <= machine.counts.to_host < 5 << 20, "each half once"
+        assert not machine.hazards
+    store = ckptstore.open(place)
+    assert np.array_equal(store.load("latest")["x"].reshape(-1), np.arange(1 << 20, dtype=np.float32))
+
+
 @pytest.mark.parametrize("size", [3, 400_000])
 def test_replicas_that_differ_on_their_devices_are_found(tmp_path: Path, size: int) -> None:
     with simulated(0, devices=RANKS):

@@ -110,6 +110,14 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"ckptstore/agent/server/{name}.py": _some("agent/test_rank_agents", "handover")
         for name in ("socket_mailbox", "shutdown_wait", "rank_saves", "rank_keeper")
     },
+    **{
+        f"ckptstore/agent/{name}.py": _some("agent/test_device_copies", "agent/test_saving", "handover", "protocol")
+        for name in ("client/state_transfer", "client/agent_term", "client/buffer_client", "server/shared_buffers")
+    },
+    **{
+        f"ckptstore/write/ranks/{name}.py": _some("rank_device_copies", "ranks", "rank_replicas", "rank_diffs")
+        for name in ("shares", "share_snapshot", "share_writer", "rank_save")
+    },
     "ckptstore/agent/client/agent_rendezvous.py": _some("agent/test_rank_agents", "handover"),
     "ckptstore/agent/*": _some("agent/test_saving", "handover", "protocol", "place"),
     "ckptstore/doctor/*": _some("doctor"),
@@ -208,7 +216,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     ),
     **{
         f"ckptstore/write/{name}.py": _some(
-            "torch_offload", "layerwise_save", "writer", "reentrance", "diffs", "deltas*"
+            "torch_offload", "device_copies", "layerwise_save", "writer", "reentrance", "diffs", "deltas*"
         )
         for name in ("compressed_saves", "capture/snapshot")
     },
