@@ -324,7 +324,8 @@ class Backend(ABC):
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:
         """Begin a new segment of about `size_hint` bytes. Raises `KeyExistsError`, `StorageError`.
 
-        A medium that creates nothing before `SegmentSink.seal` may detect only there that the key is taken.
+        A medium that creates nothing before `SegmentSink.seal` may detect only there that the key is taken. Even then
+        it refuses a second sink of the key while this process has one open (`gathered.GatheredSink` does).
         """
 
     @abstractmethod

@@ -462,11 +462,7 @@ class _FsspecSink(GatheredSink):
 
     def put(self, parts: Sequence[memoryview], size: int) -> None:
         self.perhaps = True
-        try:
-            self._backend.put(self._key, parts)
-        except KeyExistsError:
-            self.perhaps = False
-            raise
+        self._backend.put(self._key, parts)
         if (found := self._backend.size(self._key)) != size:
             raise StorageError(errno.EIO, f"{found} of {size} bytes arrived", self.name)
 

@@ -70,6 +70,8 @@ class Blocks:
 class GatheredSink(SegmentSink):
     """A segment that the medium receives only when it is sealed. Until then its blocks are in memory.
 
+    For backends of third parties, too: a subclass defines `put` and `remove`.
+
     Args:
         name: URL and key, for errors.
         memory: the backend's pool.
@@ -95,7 +97,10 @@ class GatheredSink(SegmentSink):
 
     @abstractmethod
     def put(self, parts: Sequence[memoryview], size: int) -> None:
-        """Make the whole segment durable. Sets `perhaps` while a part may be there. Raises as `SegmentSink.seal`."""
+        """Make the whole segment durable. Sets `perhaps` while a part may be there. Raises as `SegmentSink.seal`.
+
+        After `KeyExistsError` the object is another's: `seal` clears `perhaps`, so `abort` does not delete it.
+        """
 
     @abstractmethod
     def remove(self) -> None:
@@ -137,6 +142,9 @@ class GatheredSink(SegmentSink):
         del blocks
         try:
             self.put(parts, size)
+        except KeyExistsError:
+            self.perhaps = False  # Prevents: `abort` deletes the segment that another writer stored under this name.
+            raise
         finally:
             self._free()
         self.perhaps = False

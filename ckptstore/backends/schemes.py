@@ -138,7 +138,10 @@ def _open_fsspec_url(url: str, create: bool, options: Mapping[str, Any]) -> Back
             f"{scheme}:// is for fsspec to open (without it: paths and {known} URLs): pip install 'ckptstore[s3]'"
         ) from error
     if not known_scheme(scheme):
-        raise UsageError(f"{shown(url)}: no backend for {scheme}://; it takes paths, {known} URLs and fsspec's")
+        raise UsageError(
+            f"{shown(url)}: no backend for {scheme}://; it takes paths, {known} URLs, fsspec's, and those of installed "
+            f"packages that declare the scheme (entry points {GROUP})"
+        )
     filesystem, path = opened(url, scheme, options)
     return FsspecBackend(filesystem, path, url=url, options=options)
 

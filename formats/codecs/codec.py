@@ -103,7 +103,13 @@ class Codec(Protocol):
         """Add a later sum of deltas to an earlier one, in place. Only for codecs that are `additive`."""
 
     def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
-        """Encode one block to ``out[at:]``. Returns the end, at most ``at + len(block) + OVERHEAD``."""
+        """Encode one block to ``out[at:]``. Returns the end, at most ``at + len(block) + OVERHEAD`` (`blocks`: 16).
+
+        Args:
+            block: at most ``BLOCK`` bytes (1 MiB); the last bytes of it may make no whole word.
+            base: ``base_ratio`` times as many bytes.
+            level: ``FAST``, ``THRIFTY`` or a level of zstd, as in `codecs.encode`. A codec that has one way ignores it.
+        """
 
     def read(self, cursor: Cursor, base: Bytes, out: Bytes) -> None:
         """Decode one block into ``out``, which may be ``base`` itself. Raises ``CorruptSegmentError``."""

@@ -26,9 +26,10 @@ class OptimizerKind:
     Attributes:
         settings: the class of its settings. ``settings(...).rule(step)`` is the arithmetic of a step.
         slots: the entries of a parameter's state that must exist before torch can repeat its first step, ``step``
-            included.
-        read: makes the settings from one entry of ``optimizer.param_groups``. Raises `KeyError`, `TypeError` or
-            `ValueError`.
+            included; those that every setting has. `Rule.slots` names those of one step's settings.
+        read: makes the settings from one entry of ``optimizer.param_groups``. Raises `KeyError` or `TypeError` if the
+            entry is invalid; `ValueError`, with a text for the user, for a setting that the rule does not compute
+            (``centered=True``). Such a group is stored as differences, and a warning has the text.
     """
 
     settings: type[SGD | Adam]
@@ -99,5 +100,8 @@ def from_group(optimizer: str, group: Mapping[str, Any]) -> Optimizer:
         raise UnsupportedStateError(f"the arithmetic of {optimizer} is not known, only that of {listed()}")
     try:
         return kind.read(group)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError) as error:
         raise UnsupportedStateError(f"a parameter group of {optimizer} has an invalid setting: {error!r}") from error
+    except ValueError as error:
+        said = f"a parameter group of {optimizer} has a setting that cannot be used: {error}"
+        raise UnsupportedStateError(said) from error

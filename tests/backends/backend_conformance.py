@@ -119,7 +119,8 @@ class BackendConformance:
     whole = True
     """Whether a reader never sees a part of an object that is being created, or of a pin that is being replaced."""
     taken_at_seal = False
-    """Whether a segment's name is checked only when it is sealed, and nothing is there before."""
+    """Whether a segment's name is checked only when it is sealed, and nothing is there before. A second sink of a name
+    is refused nevertheless while this process has one open."""
 
     @pytest.fixture
     def opener(self, tmp_path: Any) -> Opener:
@@ -372,7 +373,7 @@ class BackendConformance:
 
     def test_a_segment_name_is_taken_once(self, backend: Backend) -> None:
         first = backend.open_sink(SEGMENT, BLOCK)
-        with pytest.raises(KeyExistsError):
+        with pytest.raises(KeyExistsError):  # `first` is open in this process, so with `taken_at_seal`, too
             backend.open_sink(SEGMENT, BLOCK)
         first.write(0, filled(BLOCK))
         first.seal(BLOCK)

@@ -144,6 +144,33 @@ VECTOR = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 vector = pytest.mark.skipif(not VECTOR, reason="torch's kernels here are not those of the variant")
 
 
+def fused(a: np.ndarray, b: np.ndarray | float, c: np.ndarray) -> np.ndarray:
+    out = np.empty_like(c)
+    arithmetic.fma(a, b, c, out)
+    return out
+
+
+@vector
+def test_operations_of_torch_round_as_the_recipe_says():
+    """The table under "An optimizer" in docs/adding.md. Square roots are left out: MKL's are not all rounded."""
+    generator = torch.Generator().manual_seed(0)
+    x, y, z = (torch.randn(4096, generator=generator) for _ in range(3))
+    a, b, c = (one.numpy().copy() for one in (x, y, z))
+    for share in (arithmetic.single(0.3), arithmetic.single(0.7)):
+        number = np.float32(share)
+        lerp = fused(b - a, share, a) if share < 0.5 else fused(b - a, arithmetic.single(share - 1), b)
+        for name, got, wanted in (
+            ("mul_", x.clone().mul_(share), a * number),
+            ("add_", x.clone().add_(share), a + number),
+            ("div_", x.clone().div_(y), a / b),
+            ("add_ with alpha", x.clone().add_(y, alpha=share), fused(b, share, a)),
+            ("addcmul_", x.clone().addcmul_(y, z, value=share), fused(b * number, c, a)),
+            ("addcdiv_", x.clone().addcdiv_(y, z, value=share), a + (b * number) / c),
+            ("lerp_", x.clone().lerp_(y, share), lerp),
+        ):
+            np.testing.assert_array_equal(bits(got.numpy()), bits(wanted), err_msg=name)
+
+
 def adam_settings(settings: dict[str, Any]) -> dict[str, Any]:
     beta1, beta2 = settings.get("betas", (0.9, 0.999))
     rest = {key: value for key, value in settings.items() if key not in ("betas", "lr")}
@@ -364,3 +391,5 @@ def test_settings_from_torchs_groups():
     for name, bad in (("Lion", group), ("Adam", {**group, "betas": None}), ("SGD", group)):
         with pytest.raises(UnsupportedStateError, match=name):
             optim.from_group(name, bad)
+    with pytest.raises(UnsupportedStateError, match="Adam has a setting that cannot be used: could not"):
+        optim.from_group("Adam", {**group, "eps": "tiny"})

@@ -31,6 +31,7 @@ from tests.forms import long_only  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.inside import copied_during_backward, hooks_of  # noqa: E402
 from tests.training.test_checkpointer_agent import killed  # noqa: E402
+from tests.training.unknown_optimizer import UnknownOptimizer  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
 from tools.kills import shim_kills  # noqa: E402
 from tools.warm import Warm  # noqa: E402
@@ -256,7 +257,7 @@ class Lookahead(torch.optim.SGD):
         ({"agent": True, "batch": 4}, "written in batches"),
         ({"agent": True, "optimizer": None}, "no optimizer"),
         ({"agent": True, "optimizer": lambda own: Lookahead(own, 0.1)}, "arithmetic of .*Lookahead is not known"),
-        ({"agent": True, "optimizer": torch.optim.RMSprop}, "strategy='gradient' or 'delta'"),
+        ({"agent": True, "optimizer": UnknownOptimizer}, "strategy='gradient' or 'delta'"),
         ({"agent": True, "optimizer": lambda own: torch.optim.AdamW(own, lr=torch.tensor(0.1))}, "lr is a Tensor"),
     ],
 )
