@@ -11,6 +11,7 @@ import pytest
 
 import ckptstore
 from tests import warmth
+from tests.forms import long_only
 
 SCRIPT = """
 import os, signal, sys, threading, time
@@ -138,22 +139,22 @@ def flushed(folder: Path, name: str) -> bool:
         ("w1 C K3 w2 K2", "C C original kill C original", False),  # one that calls ours, before and after the second
         ("r1 U r2 K1", "U", False),
         ("w1 U R w2 K1", "original", True),  # one that was taken away again
-        ("w1 C1 w2 C2 w3 U w4 K1", "U", False),
-        ("w1 C1 w2 C2 w3 K3", "C2 C1 original", False),
+        pytest.param("w1 C1 w2 C2 w3 U w4 K1", "U", False, marks=long_only),
+        pytest.param("w1 C1 w2 C2 w3 K3", "C2 C1 original", False, marks=long_only),
         ("w1 K1 w2 K1 U w3 K1", "original kill original kill U", False),  # the program continues with other writers
         # Closed in any order.
-        ("w1 w2 x1 K1", "original", True),
+        pytest.param("w1 w2 x1 K1", "original", True, marks=long_only),
         ("w1 w2 x2 x1 K1", "original", True),
         ("w1 U w2 x1 K1", "U", False),
-        ("w1 U w2 x2 K1", "U", False),
-        ("w1 C w2 x1 x2 w3 K2", "C original", False),
+        pytest.param("w1 U w2 x2 K1", "U", False, marks=long_only),
+        pytest.param("w1 C w2 x1 x2 w3 K2", "C original", False, marks=long_only),
         ("w1 C w2 x2 x1 K2", "C original", False),  # nothing is open: once, and at once
         # Another thread cannot restore a handler.
         ("w1 U w2 y2 x1 w3 y3 K1", "U", False),
-        ("w1 y1 K1", "original", True),
+        pytest.param("w1 y1 K1", "original", True, marks=long_only),
         # A writer that another thread opens is not flushed, and takes the signal from nobody.
         ("t9 K1", "original", True),
-        ("w1 U t9 w2 K1", "U", False),
+        pytest.param("w1 U t9 w2 K1", "U", False, marks=long_only),
         # Some launchers ignore it: it flushes, and ends nothing.
         ("ignore w1 w2 K0 S", "", False),
         ("ignore w1 C w2 K1 S", "C", False),

@@ -601,7 +601,7 @@ def test_a_crash_during_recovery_loses_nothing_either() -> None:
 
 def test_the_example_of_the_enumerator_runs() -> None:
     assert enumeration.__doc__ is not None
-    lines = enumeration.__doc__.split("::\n", 1)[1].split("\nWhat the model", 1)[0]
+    lines = enumeration.__doc__.split("::\n", 1)[1].split("\nThe model", 1)[0]
     scope = {"RecordingPosix": RecordingPosix, "LocalBackend": LocalBackend, "crash_states": crash_states}
     exec(textwrap.dedent(lines), scope)  # noqa: S102 - our own docstring
     assert scope["survivor"]

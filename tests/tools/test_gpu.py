@@ -18,7 +18,7 @@ from tools.gpu.table import Measured
 
 torch = pytest.importorskip("torch")
 
-from tests.forms import in_turn  # noqa: E402 - torch decides whether this file runs at all
+from tests.forms import in_turn, long_only  # noqa: E402 - torch decides whether this file runs at all
 from tools.bench.training.training_loop import Trainer, tensors  # noqa: E402
 from tools.bench.training.training_strategies import AbsentError  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
@@ -27,6 +27,11 @@ from tools.gpu import bus, case, ways  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = case.Plan(interval=3, saves=2, seconds=30.0, plain=2)
 EVERY_STEP = {"topk", "topk-agent", "gradient", "gradient-agent", "replica"}
+
+
+IN_CI = ("full-agent", "layer-device", "topk-agent", "torch.save", "dcp-async")
+"""Ways that CI tries; the others differ from them by an option."""
+MORE = [pytest.param(way, 0, marks=long_only) for way in ("full-agent", "layer-device", "dcp-async")]
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +136,10 @@ def checked(way: str, place: Path, device: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("way", [way for way in ways.WAYS if not way.startswith("none")])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=() if way in IN_CI else long_only) for way in ways.WAYS if not way.startswith("none")],
+)
 def test_every_way_on_the_cpu(tmp_path: Path, way: str, numpy_elsewhere: None) -> None:
     try:
         found = checked(way, tmp_path, "cpu")
@@ -151,7 +159,7 @@ def test_every_way_on_the_cpu(tmp_path: Path, way: str, numpy_elsewhere: None) -
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("way", "seed"), in_turn(("full", "full-agent", "layer-device", "topk", "dcp-async"), (0, 5)))
+@pytest.mark.parametrize(("way", "seed"), in_turn(("full", "topk"), (0, 5)) + MORE)
 def test_ways_on_a_simulated_device(tmp_path: Path, way: str, seed: int, numpy_elsewhere: None) -> None:
     with simulated(seed) as machine:
         found = checked(way, tmp_path, "cuda")
@@ -255,7 +263,7 @@ def test_a_case_that_fails_is_a_failure(tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
-@pytest.mark.parametrize(("case_seconds", "good"), [(0.2, False), (500.0, True)])
+@pytest.mark.parametrize(("case_seconds", "good"), [(0.2, False), pytest.param(500.0, True, marks=long_only)])
 def test_a_case_is_ended_when_its_time_is_up_or_that_of_all(tmp_path: Path, case_seconds: float, good: bool) -> None:
     """The first is a failure. The second is none: the case did not run."""
     setup = table.Setup(case.Load("cpu", 512, 6, 8, 256, micro=50), PLAN, 0.0, tmp_path, case_seconds, least=0.0)
