@@ -324,7 +324,7 @@ def test_a_successor_of_a_killed_writer_loses_nothing_in_a_power_cut(medium: str
 @pytest.mark.slow
 @pytest.mark.parametrize("medium", SAMPLED)
 def test_faults_surface_and_lose_nothing(medium: str) -> None:
-    done = faultsweep.sweep(every=short_or(197, 97), cuts=short_or(1, 2), medium=medium)
+    done = faultsweep.sweep(every=short_or(397, 97), cuts=short_or(1, 2), medium=medium)
     assert set(done.injected) == set(faultsweep.KINDS)
     assert done.surfaced["StorageError"] > 0
     assert done.states > 0

@@ -15,7 +15,7 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore import DeltaOptions, Store  # noqa: E402
 from ckptstore.training import Checkpointer, retention  # noqa: E402
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
-from tests.forms import short_or  # noqa: E402
+from tests.forms import in_turn, short_or  # noqa: E402 - as above
 
 
 def segments(store: Store) -> int:
@@ -59,8 +59,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "strategy"), in_turn(list(KINDS), ["full", "delta", "gradient"]))
 def test_rules_that_come_free_what_they_retire(tmp_path: Path, kind: str, strategy: str) -> None:
     """Bases of newer checkpoints stay until these are retired, too: at most one chain."""
     store = ckptstore.open(tmp_path / "run")
