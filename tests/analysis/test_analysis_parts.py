@@ -314,16 +314,16 @@ def test_the_cost_of_an_interval_is_what_the_schedule_writes(interval: int) -> N
         one for one in interval_costs(sizes, bound.limit(1000.0, None), bound.depth) if one.interval == interval
     )
     schedule = Schedule(interval, "anchor", bound)
-    total, dearest, costs = 0.0, 0.0, {0: 0.0}
+    total, highest, costs = 0.0, 0.0, {0: 0.0}
     count = (cost.deltas * interval + 1) * 6
     for _ in range(count):
         decision = schedule.decide()
         nbytes = 1000.0 if decision.base is None else sizes.expect(decision.gap)
         below = 0.0 if decision.base is None else costs[decision.base]
         costs[schedule.written(decision, round(nbytes))] = below + nbytes
-        total, dearest = total + nbytes, max(dearest, below + nbytes)
+        total, highest = total + nbytes, max(highest, below + nbytes)
     assert total / count == pytest.approx(cost.mean, rel=0.01)
-    assert dearest == pytest.approx(cost.restore, rel=0.01)
+    assert highest == pytest.approx(cost.restore, rel=0.01)
     assert cost.times <= 4.0
 
 

@@ -1,4 +1,4 @@
-"""Storing an optimizer step: every bit is restored, whatever the state holds and whoever computed it."""
+"""Optimizer steps are restored bit for bit: any values, computed by any arithmetic."""
 
 from __future__ import annotations
 

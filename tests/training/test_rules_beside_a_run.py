@@ -1,4 +1,4 @@
-"""A run's rules, set before it or while it saves: retired checkpoints are deleted, whoever writes and however."""
+"""Rules that are set before a run or while it saves: every kind of writer deletes the retired checkpoints."""
 
 from __future__ import annotations
 

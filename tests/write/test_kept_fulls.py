@@ -1,4 +1,4 @@
-"""Checkpoints that the rules keep for good become fulls, whoever writes: nothing retired stays stored for them."""
+"""Every kind of writer stores checkpoints that the rules keep for good as fulls: they need no retired checkpoint."""
 
 from __future__ import annotations
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
+from tools.bench.dcp_stagers import Stagers
 from tools.bench.storage.pagecache import fsync
 from tools.bench.training import training_strategies
+from tools.bench.training.training_checkpointers import Checkpointed
 from tools.bench.training.training_loop import Trainer
 from tools.bench.training.training_strategies import (
     STRATEGIES,
@@ -111,106 +111,41 @@ class DcpSave(Strategy):
         return STRATEGIES["dcp-async"].restore(folder, trainer)
 
 
-class DcpAsync(DcpSave):
-    """`async_save` with a `DefaultStager`: pinned memory, copies by a thread on a separate stream.
-
-    The optimizer's step waits until the state is staged, and the next save until the last one is synced, as DCP's
-    documentation requires. torch 2.11 closes a `DefaultStager` after its first use (pytorch issue 183413); there each
-    save has a new one, and so pins memory again.
-    """
+class DcpAsync(training_strategies.DcpAsync):
+    """`async_save` with a `DefaultStager`: on a device pinned memory, and copies by a thread on a separate stream."""
 
     label = "DCP async_save, DefaultStager"
 
-    def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
-        super().__init__(folder, trainer, options, ledger)
-        self._reused = _stagers_are_reused()
-        self._stager: Any = None
-        self._staged: Future[None] | None = None
-        self._under_way: tuple[Future[Any], threading.Event] | None = None
-
-    def stager(self) -> Any:
-        """The stager of the next save."""
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        if self._stager is None or not self._reused:
-            if self._stager is not None:
-                self._stager.close()
-            pinned = self.trainer.device.type == "cuda"  # elsewhere torch refuses all of it
-            self._stager = DefaultStager(StagingOptions(pinned, False, pinned, pinned))
-        return self._stager
-
-    def save(self, step: int) -> None:
-        from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
-
-        self.settle()
-        path = self.folder / f"step-{step:08}"
-        said = async_save(self.trainer.state(), checkpoint_id=path, async_stager=self.stager(), no_dist=True)
-        synced = threading.Event()
-        if isinstance(said, AsyncSaveResponse):
-            self._staged, uploaded = said.staging_completion, said.upload_completion
-        else:
-            uploaded = said
-
-        def finish(done: Future[Any]) -> None:
-            if done.exception() is None:  # DCP's writer syncs its files
-                fsync(path)
-                fsync(self.folder)
-                self.ledger.done(step)
-            synced.set()
-
-        uploaded.add_done_callback(finish)
-        self._under_way = uploaded, synced
-
-    def before_update(self) -> None:
-        if self._staged is not None:
-            self._staged.result()
-            self._staged = None
-
-    def settle(self) -> None:
-        self.before_update()
-        if self._under_way is not None:
-            uploaded, synced = self._under_way
-            uploaded.result()
-            synced.wait()
-            self._under_way = None
-
-    def close(self) -> None:
-        super().close()
-        if self._stager is not None:
-            self._stager.close()
+    def stagers(self) -> Any:
+        on_device = self.trainer.device.type == "cuda"  # elsewhere torch refuses all of it
+        return Stagers(pinned=on_device, background=on_device)
 
 
-class DcpPinned(DcpAsync):
+class DcpPinned(training_strategies.DcpAsync):
     """`async_save` with a `BlockingAsyncStager` that keeps its pinned memory: the call returns when everything is
     copied."""
 
     label = "DCP async_save, warm pinned stager"
 
-    def stager(self) -> Any:
+    def stagers(self) -> Any:
+        if self.trainer.device.type != "cuda":
+            raise AbsentError("BlockingAsyncStager pins memory, which takes a CUDA device")
+        return _Pinned()
+
+
+class _Pinned:
+    """One `BlockingAsyncStager` for all saves."""
+
+    def __init__(self) -> None:
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-        if self._stager is None:
-            if self.trainer.device.type != "cuda":
-                raise AbsentError("BlockingAsyncStager pins memory, which takes a CUDA device")
-            self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
+
+    def next(self) -> Any:
         return self._stager
 
-
-def _stagers_are_reused() -> bool:
-    """Whether a `DefaultStager` can stage twice: not in torch 2.11."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    try:
-        for _ in range(2):
-            stager.stage({"numbers": [1]})
-            if stager.stage({"numbers": [1]}) != {"numbers": [1]}:
-                return False
-    except KeyError:
-        return False
-    finally:
-        stager.close()
-    return True
+    def close(self) -> None:
+        self._stager.close()
 
 
 # -- ckptstore
@@ -255,53 +190,37 @@ class FullByAgent(Full):
         self.writer: Any = writer
 
 
-class Steps(Strategy):
+class Steps(Checkpointed):
     """A `Checkpointer` that saves every step."""
-
-    label = "Checkpointer"
-    every_step = True
-    how: ClassVar[str] = "gradient"
-    by_agent: ClassVar[bool] = False
-    compressed: ClassVar[bool] = False
 
     def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
         super().__init__(folder, trainer, options, ledger)
+        trainer.step = self.checkpointer.steps_done  # it counts from its own first step
+
+    @classmethod
+    def opened(cls, folder: Path, trainer: Trainer, options: Options, *, agent: bool) -> Any:
         from ckptstore.errors import UsageError
         from ckptstore.training import Checkpointer
 
-        given: dict[str, Any] = {"compressor": trainer.compressor} if self.compressed else {}
-        if self.by_agent:
+        given: dict[str, Any] = {"compressor": trainer.compressor} if cls.compressed else {}
+        if agent:
             given |= {"agent": True, "linger_seconds": _LINGER}
         try:
-            self.checkpointer = Checkpointer(
+            checkpointer = Checkpointer(
                 folder / "store",
                 model=trainer.model,
                 optimizer=trainer.optimizer,
-                strategy=self.how,
+                strategy=cls.how,
                 full_every=options.full_every,
                 threads=_threads(),
                 group=None,
                 signals=False,
                 **given,
             )
-            self.checkpointer.resume()
+            checkpointer.resume()
         except UsageError as error:
             raise AbsentError(str(error)) from error
-        self.agent_pid = self.checkpointer.agent_pid
-        trainer.step = self.checkpointer.steps_done  # it counts from its own first step
-
-    def save(self, step: int) -> None:
-        pending = self.checkpointer.step()
-        if pending is None:  # the agent has it in memory; the medium has not accepted earlier ones yet
-            assert self.how == "replica"
-            return
-        pending.when_done(lambda durable: self.ledger.done(step) if durable else None)
-
-    def settle(self) -> None:
-        self.checkpointer.wait()
-
-    def close(self) -> None:
-        self.checkpointer.close()
+        return checkpointer
 
     @staticmethod
     def restore(folder: Path, trainer: Trainer) -> int | None:

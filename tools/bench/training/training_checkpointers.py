@@ -102,8 +102,13 @@ class Checkpointed(Strategy):
 
     def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
         super().__init__(folder, trainer, options, ledger)
-        self.checkpointer = _opened(type(self), folder, trainer, options, agent=self.by_agent)
+        self.checkpointer = self.opened(folder, trainer, options, agent=self.by_agent)
         self.agent_pid = self.checkpointer.agent_pid
+
+    @classmethod
+    def opened(cls, folder: Path, trainer: Trainer, options: Options, *, agent: bool) -> Any:
+        """A Checkpointer that has resumed the existing run, with the loop's own step."""
+        return _opened(cls, folder, trainer, options, agent=agent)
 
     def save(self, step: int) -> None:
         pending = self.checkpointer.step()
@@ -120,7 +125,7 @@ class Checkpointed(Strategy):
 
     @classmethod
     def restore(cls, folder: Path, trainer: Trainer) -> int | None:
-        checkpointer = _opened(cls, folder, trainer, Options(), agent=cls.by_agent)
+        checkpointer = cls.opened(folder, trainer, Options(), agent=cls.by_agent)
         LEFT.append(checkpointer)  # until the process ends: ending a term is not part of the restored state
         return trainer.step if checkpointer.steps_done else None
 
@@ -167,7 +172,7 @@ class FromStorage(Checkpointed):
 
     @classmethod
     def restore(cls, folder: Path, trainer: Trainer) -> int | None:
-        checkpointer = _opened(cls, folder, trainer, Options(), agent=False)
+        checkpointer = cls.opened(folder, trainer, Options(), agent=False)
         LEFT.append(checkpointer)
         return trainer.step if checkpointer.steps_done else None
 

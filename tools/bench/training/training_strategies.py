@@ -154,22 +154,33 @@ class TorchSave(Strategy):
 
 
 class DcpAsync(Strategy):
-    """DCP's async_save with a stager that keeps its buffers, one save at a time, as its documentation advises."""
+    """DCP's async_save with a stager that keeps its buffers, one save at a time, as its documentation advises.
+
+    If the stager stages in the background, the optimizer's step waits until the state is staged.
+    """
 
     label = "DCP async_save"
 
     def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
         super().__init__(folder, trainer, options, ledger)
-        self._stagers = Stagers(pinned=trainer.device.type == "cuda")
+        self._stagers = self.stagers()
+        self._staged: Future[Any] | None = None
         self._under_way: tuple[Future[Any], threading.Event] | None = None
+
+    def stagers(self) -> Any:
+        """An object whose `next` returns the stager of the next save, and whose `close` frees its memory."""
+        return Stagers(pinned=self.trainer.device.type == "cuda")
 
     def save(self, step: int) -> None:
         from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
         self.settle()
         path = self.folder / _STEP.format(step)
-        future = async_save(self.trainer.state(), checkpoint_id=path, async_stager=self._stagers.next(), no_dist=True)
-        assert not isinstance(future, AsyncSaveResponse)
+        begun = async_save(self.trainer.state(), checkpoint_id=path, async_stager=self._stagers.next(), no_dist=True)
+        if isinstance(begun, AsyncSaveResponse):
+            self._staged, uploaded = begun.staging_completion, begun.upload_completion
+        else:
+            uploaded = begun
         synced = threading.Event()
 
         def finish(done: Future[Any]) -> None:
@@ -179,13 +190,19 @@ class DcpAsync(Strategy):
                 self.ledger.done(step)
             synced.set()
 
-        future.add_done_callback(finish)
-        self._under_way = future, synced
+        uploaded.add_done_callback(finish)
+        self._under_way = uploaded, synced
+
+    def before_update(self) -> None:
+        if self._staged is not None:
+            self._staged.result()
+            self._staged = None
 
     def settle(self) -> None:
+        self.before_update()
         if self._under_way is not None:
-            future, synced = self._under_way
-            future.result()
+            uploaded, synced = self._under_way
+            uploaded.result()
             synced.wait()
             self._under_way = None
 
