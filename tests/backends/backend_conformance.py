@@ -479,11 +479,10 @@ class BackendConformance:
     )
     def test_reading_past_the_end_is_corruption(self, backend: Backend, offset: int, length: int) -> None:
         write_segment(backend, filled(BLOCK + 1))
-        with (
-            backend.open_source(SEGMENT) as source,
-            pytest.raises(CorruptSegmentError, match="0123456789abcdef"),
-        ):
-            source.read_into(offset, aligned(length))
+        with backend.open_source(SEGMENT) as source:
+            for _ in range(2):  # a source that refused refuses again
+                with pytest.raises(CorruptSegmentError, match="0123456789abcdef"):
+                    source.read_into(offset, aligned(length))
 
     def test_a_closed_source_gives_nothing(self, backend: Backend) -> None:
         write_segment(backend, filled(BLOCK))

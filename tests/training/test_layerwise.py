@@ -408,7 +408,7 @@ def test_a_gate_waits_for_its_own_layer(store: ckptstore.Store, slowly: Callable
             writer.wait()
         gates = {gate.layer: gate for gate in snapshots.report().gates}
         assert in_time == [True]
-        assert 0.2 < gates["1"].seconds <= threads[1]
+        assert 1.0 < gates["1"].seconds <= threads[1]
         assert gates["0"].seconds <= threads[0]
         assert gates["1"].longest == gates["1"].seconds
         assert (gates["1"].passed, gates["1"].waited) == (1, 1)

@@ -390,10 +390,12 @@ def test_slots_that_the_arithmetic_is_not_for() -> None:
     half[0].grad = torch.ones(16, dtype=torch.bfloat16)
     optimizer.step()
     assert left_out(state_of(half, optimizer), optimizer)
-    params = parameters((16,))
-    unknown = UnknownOptimizer(params)
-    trained(params, unknown)
-    assert left_out(state_of(params, unknown), unknown)
+    torch_has = [getattr(torch.optim, name) for name in ("RMSprop", "NAdam", "Adagrad") if name not in optim.KINDS]
+    for kind in (UnknownOptimizer, *torch_has):
+        params = parameters((16,))
+        unknown = kind(params)
+        trained(params, unknown)
+        assert left_out(state_of(params, unknown), unknown), kind
 
 
 def test_settings_that_are_tensors_or_senseless() -> None:
