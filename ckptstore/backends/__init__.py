@@ -12,13 +12,14 @@ from typing import Any, Final
 
 from ckptstore.backends import schemes
 from ckptstore.backends.base import Backend
+from ckptstore.backends.store_names import without_credentials
 from ckptstore.errors import UsageError
 
 __all__ = ["Backend", "open_backend"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_OTHER_URL: Final = re.compile(r"[A-Za-z][\w+.:-]*://")
-"""A URL of fsspec's that is not of the form of `_URL`."""
+_OTHER_URL: Final = re.compile(r"[A-Za-z].*::[\w+.-]*://|[A-Za-z][\w+.-]*[_:][\w+.:-]*://")
+"""A URL of fsspec's that is not opened: a chain of URLs, or a scheme with an underscore."""
 _ALMOST: Final = re.compile(rf"({'|'.join(schemes.SCHEMES)}):/*(?!/)", re.IGNORECASE)
 """The start of a URL that has one slash, or none, instead of two."""
 
@@ -58,18 +59,19 @@ def open_backend(
         raise UsageError("the path of a store is empty")
     if filesystem is not None:
         return _open_filesystem(text, filesystem, storage_options)
+    # Prevents: a run saved to a local folder named ``simplecache::s3:``, which its owner takes for a URL.
+    if isinstance(url, str) and _OTHER_URL.match(text) and not os.path.lexists(text):
+        said = without_credentials(text)
+        raise UsageError(
+            f"{said}: chained URLs, and schemes with an underscore, are not opened: pass filesystem= and a path in it "
+            f"(./{said} is a folder of that name)"
+        )
     match = _URL.match(text) if isinstance(url, str) else None
     scheme = None if match is None else schemes.find(match[1].lower())
     if storage_options and not (scheme is not None and scheme.options):
         raise UsageError(f"{text}: storage_options are for object stores and fsspec's URLs; this has none")
     if scheme is not None:
         return scheme.open(text, create, storage_options or {})
-    # Prevents: a run saved to a local folder named ``simplecache::s3:``, which its owner takes for a URL.
-    if isinstance(url, str) and _OTHER_URL.match(text) and not os.path.lexists(text):
-        raise UsageError(
-            f"{text}: chained URLs, and schemes with an underscore, are not opened: pass filesystem= and a path in it "
-            f"(./{text} is a folder of that name)"
-        )
     # Prevents: a run saved to a local folder named ``s3:`` while its owner believes that it is in the bucket.
     if isinstance(url, str) and (almost := _ALMOST.match(text)) is not None and not os.path.lexists(text):
         name = almost[1].lower()

@@ -40,7 +40,7 @@ from ckptstore.backends.base import (
     too_long,
 )
 from ckptstore.backends.gathered import Blocks, GatheredSink
-from ckptstore.backends.store_names import canonical, checked_name
+from ckptstore.backends.store_names import canonical, checked_name, without_credentials
 from ckptstore.backends.system_errors import ON_THE_WAY
 from ckptstore.errors import (
     CkptError,
@@ -100,9 +100,7 @@ def opened(url: str, scheme: str, options: Mapping[str, Any]) -> tuple[Any, str]
 
 def shown(url: str) -> str:
     """The URL without user, password and query, which carry credentials in some schemes."""
-    scheme, mark, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+    return without_credentials(url).partition("?")[0]
 
 
 def anchored(filesystem: Any, path: str) -> str:
@@ -115,8 +113,9 @@ def anchored(filesystem: Any, path: str) -> str:
     """
     if isinstance(filesystem, LocalFileSystem):
         return str(filesystem._strip_protocol(path))
-    name = path[path.find("://") + 3 :] if "://" in path else path  # fsspec takes URLs for paths
-    checked = checked_name(path, name.removeprefix("/"))
+    bare = without_credentials(path)
+    name = bare[bare.find("://") + 3 :] if "://" in bare else bare  # fsspec takes URLs for paths
+    checked = checked_name(bare, name.removeprefix("/"))
     return path.removesuffix(name) + "/" * name.startswith("/") + checked
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from typing import Final
 from urllib.parse import quote, unquote
 
 from ckptstore.errors import UsageError
 
-__all__ = ["canonical", "checked_name"]
+__all__ = ["canonical", "checked_name", "without_credentials"]
 
 _FOLDERS: Final = ("file", "pmem")
 
@@ -26,9 +27,14 @@ def checked_name(url: str, name: str) -> str:
     # Prevents: two names that are one store to one client, and two stores to another.
     if name and not all(part not in ("", ".", "..") for part in parts):
         meant = url.removesuffix(name) + posixpath.normpath(f"/{found}").lstrip("/")
-        remedy = "give another name" if meant.endswith("://") else f"write {meant}"
+        remedy = "give another name" if not meant or meant.endswith("://") else f"write {meant}"
         raise UsageError(f"{url}: the name of a store has no empty part, and none that is . or ..: {remedy}")
     return found
+
+
+def without_credentials(url: str) -> str:
+    """The URL, or chain of URLs, without users and passwords, for messages."""
+    return re.sub(r"(?<=://)[^/]*@", "", url)
 
 
 def canonical(url: str) -> str:

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import Final
@@ -174,11 +174,12 @@ class CopyQueue:
                 current.enter_context(torch.cuda.stream(stream))
             yield
 
-    def digests(self, *, small: bool = False) -> Mapping[str, int]:
+    def digests(self, *, small: bool = False, known: Container[str] = ()) -> Mapping[str, int]:
         """State digests by name, which the devices compute concurrently with the copies. Reading one waits for it.
 
         Args:
             small: also of small tensors.
+            known: names of tensors whose digests are known.
         """
 
         def on(source: TorchSource) -> torch.cuda.Stream:
@@ -189,7 +190,8 @@ class CopyQueue:
                     stream.wait_stream(before)
             return self._digest_streams[device]
 
-        return device_digests(self._given, on, small=small)
+        given = {name: source for name, source in self._given.items() if name not in known}
+        return device_digests(given, on, small=small)
 
     def copied(self, submit: Callable[[Callable[[], None]], object]) -> Future[None]:
         """Return a future that is done when every copy queued so far is in host memory. It cannot be cancelled.

@@ -80,9 +80,12 @@ class SignalRequests:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
         if os.getpid() != self._process:
-            # Prevents: a forked child that ends `grace` seconds after SIGTERM: it waits for a loop of its parent.
-            self._put_back(number)
-            _call(before, number, frame)
+            # A forked child. Prevents: it ends `grace` seconds after SIGTERM, since it waits for a loop of its parent.
+            if number == signal.SIGTERM:
+                self._put_back(number)
+                _call(before, number, frame)
+            elif callable(before):  # Prevents: a request to save, sent to the whole job, ends the loader's workers.
+                before(number, frame)
             return
         if number == signal.SIGTERM and before is not signal.SIG_IGN:
             if self.ending:  # the signal was sent again, and a handler installed later has called this one

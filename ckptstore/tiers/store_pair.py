@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
-from ckptstore.backends import open_backend
+from ckptstore.backends import Backend, open_backend
 from ckptstore.backends.exclusion import root_of
 from ckptstore.backends.store_names import canonical
 from ckptstore.errors import (
@@ -120,6 +120,11 @@ def open_without_remote(
     return open_term(journal, choose, about)
 
 
+def _place(backend: Backend) -> str:
+    """What all names of one place have in common. A relative path is that of the time when the store was opened."""
+    return backend.address or canonical(backend.url)
+
+
 @dataclass(frozen=True, slots=True)
 class StorePair:
     """A store and its remote."""
@@ -142,7 +147,7 @@ class StorePair:
         if not url:
             return None
         theirs = open_backend(url, True, remote.options or None)
-        if canonical(theirs.url) == canonical(local.url) or root_of(theirs) == root_of(local.backend) is not None:
+        if _place(theirs) == _place(local.backend) or root_of(theirs) == root_of(local.backend) is not None:
             if remote.url is None:  # this is the remote itself, opened by its own URL
                 return None
             raise UsageError(f"{url}: a store is not its own remote")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, runtime_checkable
@@ -37,7 +38,7 @@ class SavePace:
     """The option `save_every` of a `Checkpointer`; measures what steps and saves take."""
 
     def __init__(self, every: int | SavePolicy, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._every = every
+        self._every = every if isinstance(every, SavePolicy) else operator.index(every)
         self._clock = clock
         self._since: float | None = None
         self._trained: float | None = None

@@ -328,13 +328,24 @@ def test_a_memory_store_has_one_name() -> None:
     MemoryBackend.forget("one/name")
 
 
-@pytest.mark.parametrize("url", ["simplecache::s3://bucket/run", "filecache::memory://x", "arrow_hdfs://host/run"])
+@pytest.mark.parametrize(
+    "url",
+    ["simplecache::s3://bucket/run", "filecache::memory://x", "arrow_hdfs://host/run", "simplecache::blockcache::s3://b/x",
+     "zip://x::file:///a.zip", "reference://::s3://bucket/run", "filecache://a::s3://bucket"],
+)  # fmt: skip
 def test_a_url_that_only_fsspec_opens_is_no_folder(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a run would be saved to a folder named ``simplecache::s3:``, in silence."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="chained URLs, and schemes with an underscore, are not opened"):
         open_backend(url, create=True)
     assert open_backend(f"./{url}", create=True).url == f"./{url}"
+
+
+@pytest.mark.parametrize("url", ["simplecache::ftp://user:secret@host/x", "zip://a::ftp://user:secret@host/x"])
+def test_a_refused_url_is_shown_without_its_password(url: str) -> None:
+    with pytest.raises(UsageError, match="ftp://host/x: chained URLs") as told:
+        open_backend(url, create=True)
+    assert "secret" not in str(told.value)
 
 
 def test_an_unknown_scheme_names_the_known_ones() -> None:

@@ -177,6 +177,21 @@ def test_a_remote_that_is_new_to_a_store_and_one_that_is_opened_by_its_own_name(
     assert [one.term for one in ckptstore.open(folders.here, remote=False).terms()] == [1, 2, 3]
 
 
+def test_a_store_that_was_opened_by_a_relative_path_keeps_its_remote_in_another_folder(
+    folders: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path is that of the folder in which the store was opened: another one may hold the remote under that name."""
+    fill(folders.open(), 1, 1)
+    monkeypatch.chdir(folders.here.parent)
+    store = ckptstore.open(folders.here.name)
+    elsewhere = folders.there.parent / "elsewhere"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / folders.here.name).symlink_to(folders.remote)
+    monkeypatch.chdir(elsewhere)
+    fill(store, 2, 2)
+    assert steps(folders.theirs()) == ["1@1", "2@2"]
+
+
 def test_a_term_that_is_opened_here_alone_at_this_moment_fences_the_one_of_both(
     folders: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

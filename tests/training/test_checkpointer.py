@@ -1101,6 +1101,21 @@ def test_sigterm_ends_a_forked_child_at_once(warm: Warm, tmp_path: Path) -> None
     assert process.returncode == 0
 
 
+def test_a_request_to_save_that_is_sent_to_the_whole_job_ends_no_forked_child(warm: Warm, tmp_path: Path) -> None:
+    """A scheduler signals the process group: workers of a DataLoader get SIGUSR1, too."""
+    end = """
+    import os
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), 10)
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    """
+    process = script(warm, tmp_path, end, options="strategy='full'")
+    assert process.communicate(timeout=100)[0] == "7\n"
+    assert process.returncode == 0
+
+
 def test_sigterm_waits_no_longer_than_its_grace(warm: Warm, tmp_path: Path) -> None:
     end = """
     print("ready", flush=True)

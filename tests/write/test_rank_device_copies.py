@@ -17,10 +17,12 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore import DeltaOptions, DiffOptions, RankOptions  # noqa: E402
 from ckptstore.errors import DivergedReplicasError  # noqa: E402
+from ckptstore.frameworks import bridge  # noqa: E402
 from ckptstore.frameworks.torch_offload import CopyQueue  # noqa: E402
 from ckptstore.training import OptimizerStep  # noqa: E402
 from ckptstore.write.capture.snapshot import Snapshot  # noqa: E402
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
+from ckptstore.write.ranks.shares import ChosenDigests  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
@@ -201,6 +203,28 @@ def test_rows_of_a_tensor_are_copied_by_the_device(tmp_path: Path, monkeypatch: 
         assert not machine.hazards
     store = ckptstore.open(place)
     assert np.array_equal(store.load("latest")["x"].reshape(-1), np.arange(1 << 20, dtype=np.float32))
+
+
+def test_what_digests_there_are_is_known_without_the_device() -> None:
+    """Threads that hash ask for each tensor whether its digest is known."""
+
+    class Computing(dict[str, int]):
+        def __getitem__(self, name: str) -> int:
+            raise AssertionError("waits for the device")
+
+    chosen = ChosenDigests(Computing(a=1, b=2), ["a"])
+    assert "a" in chosen
+    assert "b" not in chosen
+
+
+def test_a_digest_that_is_known_is_not_computed_again() -> None:
+    with simulated(0):
+        state = {name: torch.ones(1 << 20, device="cuda") for name in ("a", "b")}
+        queue = bridge.copy_queue(bridge.flattened(state).tensors)
+        assert queue is not None
+        found = queue.digests(known={"a"})
+        queue.gate()
+        assert {*found} == {"b"}
 
 
 @pytest.mark.parametrize("size", [3, 400_000])

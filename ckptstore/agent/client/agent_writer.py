@@ -207,9 +207,11 @@ class AgentWriter(Writer):
             AgentError: the agent cannot, or died.
             MemoryError: there is not enough memory.
         """
-        self._transfer.replicates()
+        self._transfer.handed_over()
         agent = self._agent_term.connected()
-        return ReplicaClient.begun(agent.link, self._agent_term.buffers, recipe, areas, self._transfer.promise)
+        replica = ReplicaClient.begun(agent.link, self._agent_term.buffers, recipe, areas, self._transfer.promise)
+        self._transfer.replica = replica
+        return replica
 
     def prepare(self, state: Any) -> None:
         """See `Writer.prepare`: the agent allocates and touches its buffers. Returns at once."""

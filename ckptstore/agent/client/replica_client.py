@@ -102,6 +102,11 @@ class ReplicaClient:
         """Whether the agent is still there."""
         return self._link.lost is None
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called: the agent repeats no more steps."""
+        return self._closed
+
     def again(self) -> None:
         """A whole state was handed over: the agent continues from it. Answers to earlier steps no longer count."""
         with self._changed:

@@ -14,7 +14,7 @@ from ckptstore.agent.client.agent_launch import RunningAgent
 from ckptstore.agent.client.agent_save import AgentSave
 from ckptstore.agent.client.agent_term import AgentTerm
 from ckptstore.agent.client.buffer_client import BorrowedBuffer
-from ckptstore.agent.client.replica_client import Failed
+from ckptstore.agent.client.replica_client import Failed, ReplicaClient
 from ckptstore.agent.protocol.message_fields import StateLayout, labels_form
 from ckptstore.agent.protocol.update_fields import Packed, updates_form
 from ckptstore.errors import AgentLostError
@@ -94,7 +94,11 @@ class _Given:
 
 
 class StateTransfer:
-    """Copies states to the agent of a term, in the training thread."""
+    """Copies states to the agent of a term, in the training thread.
+
+    Attributes:
+        replica: the newest replica that the agent keeps; while it is open, `save` waits for devices.
+    """
 
     def __init__(self, agent_term: AgentTerm, options: WriterOptions) -> None:
         self._agent_term = agent_term
@@ -102,7 +106,7 @@ class StateTransfer:
         self._copiers = started_pool(default_threads(), "ckptstore-copy")
         self._registers = SleepingPool(1, "ckptstore-register")
         self._last: Future[None] | None = None  # of the saves that a thread sends
-        self._replicates = False
+        self.replica: ReplicaClient | None = None
         self._meter = Meter(options.on_metrics)
         self._begun: OpenSave | None = None
         self._explaining = Explaining(wanted=options.diffs is not None)
@@ -174,7 +178,7 @@ class StateTransfer:
         try:
             self._copy(flat, given)
             given.arrive()
-            self._handed_over()
+            self.handed_over()
             agent_term.inherited = None  # the agent may overwrite its memory from now on
             lent.save({"step": step, "tree": flat.tree, "persist": False, **labels_form(labels)}, lambda _: None)
         except BaseException:
@@ -253,8 +257,8 @@ class StateTransfer:
         """Give a save to the agent: at once, or in a thread once devices and other threads have copied it."""
         self._agent_term.check_open()
         self._agent_term.inherited = None  # the agent may overwrite its memory from now on
-        if self._replicates:
-            given.arrive()
+        if self.replica is not None and not self.replica.closed:
+            given.arrive()  # a step that is repeated is sent at once, after the state that it builds on
         # Prevents: a step that the agent refuses, because a later one overtook it.
         if given.arrived and (self._last is None or self._last.done()):
             self._send(given)
@@ -274,19 +278,10 @@ class StateTransfer:
 
         self._last = self._agent_term.beside.submit(work)
 
-    def _handed_over(self) -> None:
+    def handed_over(self) -> None:
         """Return when the agent was given every earlier save."""
         if self._last is not None:
             self._last.result()
-
-    def replicates(self) -> None:
-        """The agent repeats steps from now on. Return when it was given every earlier save.
-
-        From now on `save` waits for devices, because a step that is repeated is sent at once, after the state that it
-        builds on.
-        """
-        self._replicates = True
-        self._handed_over()
 
     def _send(self, given: _Given) -> None:
         """Tell the agent what a buffer holds: from now on that is the newest state."""

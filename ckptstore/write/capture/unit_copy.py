@@ -271,8 +271,12 @@ class StagedCopy(UnitCopy):
         """
         super().__init__(memory)
         queue = bridge.copy_queue(flat.tensors)
-        computed = bridge.device_digests(flat.tensors) if queue is None else queue.digests()
-        known = ChainMap(digests, computed) if digests else computed  # type: ignore[arg-type]  # only read
+        given = digests or {}
+        if queue is not None:
+            computed = queue.digests(known=given)
+        else:
+            computed = bridge.device_digests({name: one for name, one in flat.tensors.items() if name not in given})
+        known = ChainMap(given, computed) if given else computed  # type: ignore[arg-type]  # only read
         described: dict[str, TensorSource] = {name: DescribedTensor(one) for name, one in flat.tensors.items()}
         self.flat = StagedState(flat.tree, described, plan, self._arrivals, known)
         self._device = bridge.device_of(flat.tensors)

@@ -225,6 +225,9 @@ class ChosenDigests(Mapping[str, int]):
             raise KeyError(name)
         return self._digests[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # waits for nothing
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

@@ -87,8 +87,9 @@ class PendingSave:
     def when_done(self, call: Callable[[bool], None], /) -> None:
         """Call `call` once, with whether it is durable: as soon as that is known, or now if it is known already.
 
-        The thread that persists calls it: it must be quick, and an exception in it is only logged. A failure still
-        counts as not raised. Waits for nothing, and does not hurry a step that waits for its batch.
+        The thread that persists calls it: it must be quick, and must not wait for a save (`cancel` waits, too). An
+        exception in it is only logged. A failure still counts as not raised. This call itself waits for nothing, and
+        does not hurry a step that waits for its batch.
         """
         self._future.add_done_callback(lambda done: call(not done.cancelled() and done.exception() is None))
 
@@ -105,7 +106,8 @@ class PendingSave:
         """Give it up, unless it is being committed, is durable, or has failed -> whether it is cancelled.
 
         Its memory is freed, the bytes written for it are dropped, and its step may be saved again. A step stored as a
-        step diff cannot be cancelled: the next one is compressed against it.
+        step diff cannot be cancelled: the next one is compressed against it. With an agent, this waits until devices
+        have copied the saves before it.
         """
         if self._process != os.getpid():
             return False
