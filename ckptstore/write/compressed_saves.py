@@ -98,7 +98,7 @@ class CompressedSaves(SavePath):
         progress: Progress | None,
     ) -> None:
         stage = Bounded(feeding.copy_of(flat), with_sparse_copies(found))
-        with stage.given(job):
+        with stage.handover(job):
             stage.run(job, lambda: self.submit(committer, job, stage, progress))
 
     def copied_updates(self, flat: FlatState, updates: Updates | None) -> tuple[Sequence[Update], Snapshot | None]:

@@ -64,8 +64,8 @@ class Stage:
         job.stops_with(stopped)
 
     @contextmanager
-    def given(self, job: SaveJob) -> Iterator[None]:
-        """Pass the state to another thread for `job`, to which it belongs from now on.
+    def handover(self, job: SaveJob) -> Iterator[None]:
+        """Pass the state to another thread within this ``with``. From now on it belongs to `job`.
 
         If this ``with`` raises, the job is given up, or another thread has ended it.
         """

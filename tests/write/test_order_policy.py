@@ -92,7 +92,7 @@ def test_step_diffs_begin_with_a_full_and_end_with_the_next_one() -> None:
     for step in (2, 3, 4):
         assert policy.step_order(step, always, waiting=0) == Order(after=step - 1, last=True)
         policy.compressed(name(step), step - 1, 10, FULL)
-        policy.joined()
+        policy.count_step()
     assert policy.step_order(5, always, waiting=0) is None
 
 

@@ -31,7 +31,7 @@ __all__ = ["ConsumedGradients", "ConsumedStep"]
 _LOG: Final = logging.getLogger("ckptstore.training")
 _WORTH: Final = 64 << 10
 """Gradients of at least this many bytes are copied alone; smaller ones together, before the optimizer's step."""
-_IN_VAIN: Final = 3
+_MOST_USELESS: Final = 3
 """Consecutive steps whose gradients were copied during backward for nothing, before that stops."""
 
 
@@ -71,7 +71,7 @@ class ConsumedGradients:
         self._step = ConsumedStep()
         self._stashed: dict[int, Any] = {}
         self._process = os.getpid()
-        self._in_vain = 0 if early else _IN_VAIN
+        self._useless_steps = 0 if early else _MOST_USELESS
 
     def attach(self, replicated: ReplicaClient, form: Replicable) -> None:
         """Copy what is consumed from now on to this replica."""
@@ -83,7 +83,7 @@ class ConsumedGradients:
         for place, optimizer in enumerate(self._optimizers):
             self._hooks.append(optimizer.register_step_pre_hook(self._guarded(partial(self._before, place))))
             self._hooks.append(optimizer.register_step_post_hook(self._guarded(partial(self._after, place))))
-        if self._in_vain >= _IN_VAIN:
+        if self._useless_steps >= _MOST_USELESS:
             return
         for rows in self._rows:
             for number, parameter, made in rows:
@@ -215,13 +215,13 @@ class ConsumedGradients:
     def _judge(self, kept: int, stale: int) -> None:
         """Stop copying during backward if it does not pay."""
         if kept or stale:
-            self._in_vain = self._in_vain + 1 if stale > kept else 0
-        if self._in_vain >= _IN_VAIN:
+            self._useless_steps = self._useless_steps + 1 if stale > kept else 0
+        if self._useless_steps >= _MOST_USELESS:
             self.late()
 
     def late(self) -> None:
         """Stop copying during backward."""
-        self._in_vain = _IN_VAIN
+        self._useless_steps = _MOST_USELESS
         if self._early_hooks:
             _LOG.debug("gradients are changed after backward (clipped, accumulated): they are copied before the step")
         for hook in self._early_hooks:

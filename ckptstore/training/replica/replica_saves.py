@@ -59,8 +59,8 @@ class ReplicaSaves(StateSaves):
     follows = True
     given_again: tuple[type[BaseException], ...] = (AgentLostError, CancelledError)
 
-    def _begun_with(self, writer: Writer, settings: SaveSettings) -> None:
-        """See `StateSaves._begun_with`."""
+    def _set_up(self, writer: Writer, settings: SaveSettings) -> None:
+        """See `StateSaves._set_up`."""
         if not isinstance(writer, AgentWriter):
             raise UsageError("strategy='replica': an agent keeps the replica; give agent=True")
         self._agent: AgentWriter = writer

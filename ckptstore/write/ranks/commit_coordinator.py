@@ -67,7 +67,7 @@ class CommitCoordinator:
         self._rank_term.built(one.step)
         one.exchange = one.exchange.using(self._rank_term.commit_box)
         try:
-            info = self._heard(one.exchange)[0] if self._rank_term.committer is None else self._decided(one)
+            info = self._await_verdict(one.exchange)[0] if self._rank_term.committer is None else self._commit(one)
         except BaseException as error:  # noqa: BLE001  # the callers that wait for the step are told
             self._lost(one.begun, error)
             self._rank_term.failed(one, error)
@@ -87,7 +87,7 @@ class CommitCoordinator:
         infos: Sequence[CheckpointInfo]
         try:
             if committer is None:
-                infos = self._heard(exchange)
+                infos = self._await_verdict(exchange)
             else:
                 self._rank_term.answered.append(exchange)
                 begun: list[str] = []
@@ -160,7 +160,8 @@ class CommitCoordinator:
             warn(f"{text}, so the next save is a full: {type(error).__name__}: {error}")
         return kept
 
-    def _decided(self, one: RankSave) -> CheckpointInfo:
+    def _commit(self, one: RankSave) -> CheckpointInfo:
+        """Rank 0: gather the parts of a step and commit it."""
         committer = self._rank_term.committer
         assert committer is not None
         assert one.agreement is not None
@@ -174,7 +175,8 @@ class CommitCoordinator:
             one.begun += tuple(begun)
             raise
 
-    def _heard(self, exchange: Exchange) -> tuple[CheckpointInfo, ...]:
+    def _await_verdict(self, exchange: Exchange) -> tuple[CheckpointInfo, ...]:
+        """Another rank: wait for the result of rank 0 -> the committed checkpoints. Raises rank 0's error."""
         deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
         try:
             letter = exchange.first([exchange.key("verdict")], deadline)

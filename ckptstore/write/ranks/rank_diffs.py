@@ -15,7 +15,7 @@ from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.delta_encoding import Fed
+from ckptstore.write.delta_encoding import ArrivingState
 from ckptstore.write.policy.diff_options import DiffOptions
 from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.ranks.rank_save import RankSave
@@ -85,11 +85,11 @@ class RankDiffs:
     def _sum(self, one: RankSave, stage: Stage) -> None:
         assert stage.snapshot is not None
         self._sums.add(stage.updates, stage.snapshot, self._resident.here, explained=one.explained)
-        self._policy.joined()
+        self._policy.count_step()
 
     def _compress(self, one: RankSave, stage: Stage) -> None:
         if stage.feed is not None:
-            coded = self._encode_fed(one.step, stage, stage.feed)
+            coded = self._encode_arriving(one.step, stage, stage.feed)
         else:
             coded = self._resident.encode(stage.flat, stage.updates, one.step)
         assert stage.snapshot is not None
@@ -97,7 +97,7 @@ class RankDiffs:
         self._resident.unexplained.look(one.step, one.how.after, coded.excess)
         one.coded = coded
         self._learn(one, coded, stage.snapshot)
-        self._policy.joined()
+        self._policy.count_step()
 
     def _learn(self, one: RankSave, coded: EncodedStep, snapshot: Snapshot | None) -> None:
         """Record the cost of a compressed step.
@@ -110,7 +110,7 @@ class RankDiffs:
         if snapshot is not None:
             self._resident.advance(identity, snapshot)
 
-    def _encode_fed(self, step: int, stage: Stage, feed: Feed) -> EncodedStep:
+    def _encode_arriving(self, step: int, stage: Stage, feed: Feed) -> EncodedStep:
         """Compress a share that is copied unit by unit: it overwrites the share of the step before."""
         plan = self._resident.plan(feed, stage.updates, step)
         before = self._resident.here
@@ -121,7 +121,7 @@ class RankDiffs:
             stage.snapshot = self._snapshots.empty(feed.flat)
             room = stage.snapshot.room(feed.flat)
         try:
-            return plan.encode(Fed(feed, room), self._workers)
+            return plan.encode(ArrivingState(feed, room), self._workers)
         except TooLongError:
             # All of the share is in memory; the share that it was compressed against is overwritten.
             return self._resident.encode_alone(stage.snapshot.flat, before.id, step)

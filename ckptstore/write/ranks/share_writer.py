@@ -14,7 +14,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Tally
 from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.delta_encoding import Base, Choices, Fed, write_coded
+from ckptstore.write.delta_encoding import ArrivingState, Base, Choices, write_coded
 from ckptstore.write.policy.orders import Order
 from ckptstore.write.ranks.commit_coordinator import CommitCoordinator
 from ckptstore.write.ranks.messages.rank_messages import RankPart
@@ -104,7 +104,7 @@ class ShareWriter:
         one.space = space = self._resources.journal.backend.begin_save()
         one.done.add_done_callback(lambda _: space.end())
         with space.within():
-            part = self._written(one, begun)
+            part = self._write_share(one, begun)
         one.measured.stored = sum(segment.size for segment in part.segments)
         crash_point("ranks.before-part")
         self._rank_term.hand_in(one.exchange, part.packed())
@@ -115,7 +115,7 @@ class ShareWriter:
             return False
         return settled.result()  # the next step may build on this one
 
-    def _written(self, one: RankSave, begun: list[str]) -> RankPart:
+    def _write_share(self, one: RankSave, begun: list[str]) -> RankPart:
         stage = one.stage
         assert stage is not None
         assert one.agreement is not None
@@ -124,20 +124,20 @@ class ShareWriter:
         segments: tuple[SegmentEntry, ...] = ()
         entries: list[TensorEntry] = []
         if stage.flat.tensors:
-            segments, entries = self._stored(one, stage, session)
+            segments, entries = self._write_tensors(one, stage, session)
         elif stage.feed is not None:
             stage.feed.windows(())
         rank = self._resources.group.rank
         return RankPart(rank, one.agreement.id, segments, tuple(entries), one.digests or {}, one.tree, one.dropped)
 
-    def _stored(
+    def _write_tensors(
         self, one: RankSave, stage: Stage, session: SegmentSession
     ) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
         def documents(count: int) -> list[SegmentDoc]:
             return self._documents(one, count)
 
         base = self._base(one.how)
-        fed: Fed | None = None
+        arriving: ArrivingState | None = None
         if (feed := stage.feed) is not None:
             if self._bases is None or base is None:
                 # Whole: the next step is compressed against the copy.
@@ -146,11 +146,13 @@ class ShareWriter:
                 stage.snapshot = feed.whole(lambda: resources.snapshots.copy(feed.flat, resources.workers.pool))
                 stage.flat = with_digests(stage.snapshot.flat, one.digests)
             else:
-                fed = self._bases.receive(one.how, feed, follow=True)
-                assert fed is not None  # a budget for copies and one for bases are not given together
+                arriving = self._bases.receive(one.how, feed, follow=True)
+                assert arriving is not None  # a budget for copies and one for bases are not given together
         if self._deltas is None or self._choices is None or (base is None and not self._deltas.compress_fulls):
             return write_plain(session, stage.flat, documents)
-        return write_coded(session, stage.flat, documents, base=base, gap=one.how.gap, choices=self._choices, fed=fed)
+        return write_coded(
+            session, stage.flat, documents, base=base, gap=one.how.gap, choices=self._choices, arriving=arriving
+        )
 
     def _base(self, order: Order) -> Base | None:
         """Return this rank's share of the base. Raises `FailedRankError` if the rank does not have it."""
