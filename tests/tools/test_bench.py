@@ -29,6 +29,7 @@ from tools.bench.storage import (
 )
 from tools.bench.storage.compared import SAVES
 from tools.bench.storage.rounds import CASES
+from tools.bench.training import version_turns
 from tools.crash.media import obstacle
 
 TINY = ("--size", "4MB", "--rounds", "1", "--no-settle")
@@ -299,4 +300,17 @@ def test_two_versions_take_turns_in_processes_of_their_own(tmp_path: Path) -> No
     document = json.loads(result.stdout)
     assert set(document) == {"other", "this"}
     assert all(len(row["files"]) == 2 and row["median"] > 0 for row in document.values())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "work",
+    [work if work in ("save", "step-delta") else pytest.param(work, marks=long_only) for work in version_turns.WORKS],
+)
+def test_two_versions_work_in_turns(tmp_path: Path, work: str) -> None:
+    options = ["--work", work, "--rounds", "2", "--size", "16", "--json", str(tmp_path)]
+    result = run(version_turns.main, "--other", sys.executable, *options)
+    (row,) = json.loads(result.stdout)
+    assert row.pop("work") == work
+    assert all(value > 0 for value in row.values())
     assert not list(tmp_path.iterdir())
