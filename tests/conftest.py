@@ -1,4 +1,5 @@
-"""Configures the tests: the longest files run first, unused memory is freed after each file, scripts start warm."""
+"""Configures the tests: the longest files run first, unused memory is freed after each file, scripts start warm, syncs
+cost nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from ckptstore.backends import memory
 from ckptstore.formats import kernel_choice
-from tests import division, durations, warmth
+from tests import division, durations, syncs, warmth
 from tests.forms import short_or
 from tools.objects.server import Server, serving
 from tools.warm import Warm
@@ -94,9 +95,14 @@ def pytest_collection_finish() -> None:
     # Ten thousand tests and torch are several million objects. Each full collection would visit them all.
     gc.collect()
     gc.freeze()
-    # Recognize torn slots that tests make on purpose after 0.3 s. (Tests that read no store do not import the module.)
+    # Recognize torn slots that tests make on purpose after 0.1 s. (Tests that read no store do not import the module.)
     if (arriving := sys.modules.get("ckptstore.log.partial_objects")) is not None:
-        arriving.STILL = 0.3  # type: ignore[attr-defined]
+        arriving.STILL = 0.1  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    syncs.choose(item.path)
 
 
 @pytest.hookimpl(trylast=True)
