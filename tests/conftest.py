@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from ckptstore.backends import memory
 from ckptstore.formats import kernel_choice
+from ckptstore.log.log_reader import Patience
 from tests import division, durations, syncs, warmth
 from tests.forms import short_or
 from tools.objects.server import Server, serving
@@ -127,6 +128,12 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real object server, one for each worker. Each test makes its own buckets or prefixes in it."""
     with serving(tmp_path_factory.mktemp("ministack")) as server:
         yield server
+
+
+@pytest.fixture
+def haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again at once what failed in the log. Otherwise a slot that keeps failing takes four seconds."""
+    monkeypatch.setattr(Patience, "pause", lambda _self, _done: None)
 
 
 @pytest.fixture

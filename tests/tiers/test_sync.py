@@ -147,7 +147,7 @@ def test_two_drains_of_one_store_take_turns(folders: Place) -> None:
         beside = subprocess.Popen([*CKPT, "sync", str(folders.here), folders.remote, "--follow", "--every", "0.05"])
         try:
             pending = []
-            end = time.monotonic() + 2
+            end = time.monotonic() + 1.2
             while time.monotonic() < end:
                 pending.append(writer.save_async(state(len(pending) + 1), len(pending) + 1))
             pending[-1].result(tier="remote", timeout=LONG)
@@ -162,5 +162,5 @@ def test_two_drains_of_one_store_take_turns(folders: Place) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(short_or(1, 5)))
 def test_nothing_acknowledged_is_lost_by_kills_and_lost_disks(tmp_path: Path, seed: int) -> None:
-    done = campaign(tmp_path, str(tmp_path / "remote"), {}, short_or(8, 100), seed)
+    done = campaign(tmp_path, str(tmp_path / "remote"), {}, short_or(5, 100), seed)
     assert done.drained
