@@ -13,7 +13,7 @@ import pytest
 import ckptstore
 from ckptstore.tiers import background_drain
 from tools.objects.proxy import FaultProxy, Rule
-from tools.objects.server import Server, options_for, serving
+from tools.objects.server import Server, options_for
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,6 @@ class Place:
 
     def theirs(self) -> ckptstore.Store:
         return ckptstore.open(self.remote, storage_options=self.options, create=False)
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("ministack")) as server:
-        yield server
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
