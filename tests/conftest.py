@@ -54,6 +54,14 @@ DAMAGED = (
 """Files whose tests damage logs on purpose, so that `DamagedLogWarning` is no error there. The warning has its own
 tests in `store/test_damaged_log.py`. In every other file a log that is reported as damaged is a failure."""
 
+BRISK = (
+    ("ckptstore.log.partial_objects", "STILL", 0.1),  # tests tear slots on purpose
+    ("ckptstore.log.requests", "POLL", 0.02),  # the writer that answers is in this process
+    ("ckptstore.write.ranks.messages.key_value_store", "LONGEST_PAUSE", 0.01),  # threads as ranks
+    ("ckptstore.restore.restore_rates", "NUMBERS", 1 << 14),  # each merge and compaction measures the kernels
+)
+"""Module, constant, its value in tests: waits and measurements that suit disks, networks and large states."""
+
 # The machine may be slow: a timeout while Hypothesis draws or runs an example means nothing.
 slow = [HealthCheck.too_slow]
 settings.register_profile("tests", max_examples=short_or(40, 100), deadline=None, suppress_health_check=slow)
@@ -96,9 +104,10 @@ def pytest_collection_finish() -> None:
     # Ten thousand tests and torch are several million objects. Each full collection would visit them all.
     gc.collect()
     gc.freeze()
-    # Recognize torn slots that tests make on purpose after 0.1 s. (Tests that read no store do not import the module.)
-    if (arriving := sys.modules.get("ckptstore.log.partial_objects")) is not None:
-        arriving.STILL = 0.1  # type: ignore[attr-defined]
+    for module, name, value in BRISK:
+        if (found := sys.modules.get(module)) is not None:  # tests that read no store do not import them
+            assert hasattr(found, name)
+            setattr(found, name, value)
 
 
 @pytest.hookimpl(tryfirst=True)
