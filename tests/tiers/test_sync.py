@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,27 +23,40 @@ from tests.tiers.conftest import Place
 from tests.tiers.test_tiers import check, fill, state, steps
 from tools.kills.tier_kills import campaign
 from tools.objects.server import Server
+from tools.warm import Warm
 
 CKPT = [sys.executable, "-m", "ckptstore"]
+ARMED = """
+import sys
+from ckptstore.host import crash_points
+from ckptstore.cli.main import main
+crash_points.arm(sys.argv.pop(1))
+main()
+"""
 LONG = 120.0
 
 
-def killed_at(point: str, *arguments: str) -> bool:
-    done = subprocess.run(
-        [*CKPT, *arguments], env=os.environ | {"CKPTSTORE_CRASH_AT": point}, capture_output=True, check=False
-    )
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Warm]:
+    """Starts commands as forks of one interpreter."""
+    with Warm(("ckptstore.cli.main", "ckptstore.cli.commands.sync", "obstore")) as warm:
+        yield warm
+
+
+def killed_at(commands: Warm, point: str, *arguments: str) -> bool:
+    done = commands.run([sys.executable, "-c", ARMED, point, *arguments], env=os.environ)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode != 0
 
 
-def test_sync_brings_new_commits_and_continues_after_kills(place: Place, s3: Server) -> None:
+def test_sync_brings_new_commits_and_continues_after_kills(place: Place, s3: Server, commands: Warm) -> None:
     if place.remote.startswith("memory"):
         pytest.skip("another process has other memory")
     os.environ.update(s3.environment())
     fill(ckptstore.open(place.here), 1, 3)
     sync = ("sync", str(place.here), place.remote)
     passed = [point for point in TIER_POINTS if not point.startswith("tiers")]
-    killed = [point for point in passed if killed_at(point, *sync)]
+    killed = [point for point in passed if killed_at(commands, point, *sync)]
     assert killed == passed
     done = CliRunner().invoke(cli, [*sync, "--json"])
     assert done.exit_code == 0, done.output
