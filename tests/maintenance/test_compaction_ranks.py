@@ -26,7 +26,7 @@ from tools.objects.server import Server
 RANKS = RankOptions(timeout=120)
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))
 RULES = ("last:2", "every:4")
-STEPS = short_or(10, 14)
+STEPS = short_or(11, 14)  # the last one is alone in its batch
 KEPT = [step for step in range(1, STEPS + 1) if step % 4 == 0 or step > STEPS - 2]
 SIZE = 3
 
