@@ -61,9 +61,23 @@ def test_after_close_nothing_is_taken(store: ckptstore.Store) -> None:
     writer.close()
 
 
-def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
+def test_nothing_is_acknowledged_in_a_store_that_cannot_be_opened_any_more(tmp_path: Path) -> None:
+    format_file = tmp_path / "FORMAT"
+    with ckptstore.open(tmp_path, create=True).writer(poll_seconds=None) as writer:
+        writer.save({"w": np.zeros(5)}, 1)
+        text = format_file.read_bytes()
+        format_file.unlink()
+        with pytest.raises(ckptstore.StorageError, match="lost its FORMAT file"):
+            writer.save({"w": np.ones(5)}, 2)
+        format_file.write_bytes(text)
+        writer.save({"w": np.ones(5)}, 2)
+    assert [info.step for info in ckptstore.open(tmp_path).checkpoints()] == [1, 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"deltas": 4}], ids=["fulls", "deltas"])
+def test_closed_while_the_state_is_copied(store: ckptstore.Store, options: dict[str, Any]) -> None:
     """The pool that copies ends with the writer; its own error would be meaningless to the caller."""
-    writer = store.writer(poll_seconds=None)
+    writer = store.writer(poll_seconds=None, **options)
 
     closing = threading.Thread(target=writer.close)
     starting = threading.Lock()  # two threads cannot call `Thread.start` at once
@@ -76,6 +90,8 @@ def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
                 while True:
                     writer.prepare(LARGE)
                     time.sleep(0.001)
+            if options:  # the thread that saves asks for this before the pool copies: the pool may be gone by then
+                closing.join(60)
             return super().view()
 
     with pytest.raises(ckptstore.WriterClosedError, match="closed"):
@@ -85,12 +101,13 @@ def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
     assert not store.backend.list("seg/")
 
 
+@pytest.mark.parametrize("options", [{}, {"deltas": 4}], ids=["fulls", "deltas"])
 def test_a_save_that_comes_while_an_earlier_one_keeps_the_writer_from_closing_is_refused(
-    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """It would be committed after the end of the term, or never."""
     medium = Medium(monkeypatch, 2)
-    writer = store.writer(max_in_flight=2, poll_seconds=None)
+    writer = store.writer(max_in_flight=2, poll_seconds=None, **options)
     closing = threading.Thread(target=writer.close)
 
     class Closing(NumpySource):
