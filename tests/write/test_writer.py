@@ -74,6 +74,17 @@ def test_nothing_is_acknowledged_in_a_store_that_cannot_be_opened_any_more(tmp_p
     assert [info.step for info in ckptstore.open(tmp_path).checkpoints()] == [1, 2]
 
 
+def test_the_memory_of_copied_gradients_serves_the_next_save(store: ckptstore.Store) -> None:
+    trainer, held = Trainer(), []
+    with store.writer(diffs=DiffOptions(), poll_seconds=None) as writer:
+        for step in range(1, 8):
+            trainer.train()
+            writer.save_async(trainer.state(), step, updates=trainer.updates())
+            writer.wait()
+            held.append(inside.snapshots_held(writer))
+    assert held[2:] == held[2:3] * 5
+
+
 @pytest.mark.parametrize("options", [{}, {"deltas": 4}], ids=["fulls", "deltas"])
 def test_closed_while_the_state_is_copied(store: ckptstore.Store, options: dict[str, Any]) -> None:
     """The pool that copies ends with the writer; its own error would be meaningless to the caller."""

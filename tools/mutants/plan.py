@@ -214,13 +214,23 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/write/capture/layer_copies.py": _some("layerwise_save", "direct", "agent/test_saving"),
     "ckptstore/write/save_calls.py": _some("writer", "layerwise_save", "reentrance", "diff_batches", "concurrent"),
     "ckptstore/write/saves/job.py": _some("concurrent*", "writer", "layerwise_save", "diffs", "deltas*"),
-    **{f"ckptstore/write/{name}.py": _some("write/test_memory", "concurrent") for name in ("stage", "save_path")},
+    **{
+        f"ckptstore/write/{name}.py": _some("concurrent*", "failed_in_flight", "writer", "write/test_memory")
+        for name in ("stage", "save_path")
+    },
     "ckptstore/write/full_saves.py": _some(
         "write/test_memory", "concurrent", "writer", "layerwise_save", "torch_offload"
     ),
     **{
         f"ckptstore/write/{name}.py": _some(
-            "torch_offload", "device_copies", "layerwise_save", "writer", "reentrance", "diffs", "deltas*"
+            "torch_offload",
+            "device_copies",
+            "rank_device_copies",
+            "layerwise_save",
+            "writer",
+            "reentrance",
+            "diffs",
+            "deltas*",
         )
         for name in ("compressed_saves", "capture/snapshot")
     },
