@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import threading
 import time
@@ -19,10 +20,12 @@ import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.states.state import FlatState
+from ckptstore.host.arenas import LEAST
 from ckptstore.store import Store
+from ckptstore.write.stage import Stage
 from tests.write import inside
 from tests.write.held import hold
-from tests.write.medium import Medium
+from tests.write.medium import Medium, weights
 from tests.write.trainer import Trainer
 
 LARGE = {"a": np.zeros(2 << 20), "b": np.zeros(2 << 20)}
@@ -83,6 +86,40 @@ def test_the_memory_of_copied_gradients_serves_the_next_save(store: ckptstore.St
             writer.wait()
             held.append(inside.snapshots_held(writer))
     assert held[2:] == held[2:3] * 5
+
+
+def test_the_memory_of_a_save_that_failed_serves_the_next(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    medium = Medium(monkeypatch, 9, held=False)
+    held = []
+    with store.writer(deltas=1, poll_seconds=None) as writer:
+        writer.save_async(weights(1), 1).result(60)
+        medium.fails = set(range(1, 9))
+        for _ in range(4):
+            with pytest.raises(ckptstore.StorageError, match="no space"):
+                writer.save_async(weights(2), 2).result(60)
+            writer.wait()
+            held.append(inside.snapshots_held(writer))
+    assert held[1:] == held[:1] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"deltas": 4}, {"deltas": 4, "memory": LEAST}], ids=str)
+def test_nothing_that_was_passed_to_another_thread_outlives_its_save(
+    store: ckptstore.Store, options: dict[str, Any]
+) -> None:
+    """Not even while the caller has its `PendingSave`."""
+    others = [one for one in gc.get_objects() if isinstance(one, Stage)]  # of errors that other tests raised
+    with store.writer(poll_seconds=None, **options) as writer:
+        pending = [writer.save_async(weights(step), step) for step in (1, 2)]
+        writer.wait()
+        limit = time.monotonic() + 20
+        while any(
+            isinstance(one, Stage) and one not in others for one in gc.get_objects()
+        ):  # a lane's thread may still be returning
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+    assert all(one.done() for one in pending)
 
 
 @pytest.mark.parametrize("options", [{}, {"deltas": 4}], ids=["fulls", "deltas"])
