@@ -115,7 +115,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("client/state_transfer", "client/agent_term", "client/buffer_client", "server/shared_buffers")
     },
     **{
-        f"ckptstore/write/ranks/{name}.py": _some("rank_device_copies", "ranks", "rank_replicas", "rank_diffs")
+        f"ckptstore/write/ranks/{name}.py": _some(
+            "rank_device_copies", "ranks", "rank_replicas", "rank_diffs", "rank_memory"
+        )
         for name in ("shares", "share_snapshot", "share_writer", "rank_save")
     },
     "ckptstore/agent/client/agent_rendezvous.py": _some("agent/test_rank_agents", "handover"),
