@@ -104,6 +104,30 @@ def test_the_memory_of_a_save_that_failed_serves_the_next(
     assert held[1:] == held[:1] * 3
 
 
+class Unreadable(NumpySource):
+    """A tensor that cannot be copied."""
+
+    def view(self) -> Any:
+        raise ZeroDivisionError
+
+
+def test_the_memory_of_a_save_whose_gradients_cannot_be_copied_serves_the_next(store: ckptstore.Store) -> None:
+    trainer, held = Trainer(), []
+    with store.writer(diffs=DiffOptions(), poll_seconds=None) as writer:
+        for step in (1, 2):
+            trainer.train()
+            writer.save_async(trainer.state(), step, updates=trainer.updates())
+        for _ in range(4):
+            trainer.train()
+            broken = {name: Unreadable(gradient.array) for name, gradient in trainer.gradients.items()}
+            trainer.gradients.update(broken)
+            writer.wait()
+            with pytest.raises(ZeroDivisionError):
+                writer.save_async(trainer.state(), 3, updates=trainer.updates())
+            held.append(inside.snapshots_held(writer))
+    assert held[1:] == held[:1] * 3
+
+
 @pytest.mark.parametrize("options", [{}, {"deltas": 4}, {"deltas": 4, "memory": LEAST}], ids=str)
 def test_nothing_that_was_passed_to_another_thread_outlives_its_save(
     store: ckptstore.Store, options: dict[str, Any]
