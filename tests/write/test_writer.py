@@ -77,31 +77,36 @@ def test_nothing_is_acknowledged_in_a_store_that_cannot_be_opened_any_more(tmp_p
     assert [info.step for info in ckptstore.open(tmp_path).checkpoints()] == [1, 2]
 
 
+def check_bounded(held: list[int]) -> None:
+    """After the first saves no more memory is added; the pool frees what was not used for a while."""
+    assert held[-1] <= max(held[:4]), held
+
+
 def test_the_memory_of_copied_gradients_serves_the_next_save(store: ckptstore.Store) -> None:
     trainer, held = Trainer(), []
     with store.writer(diffs=DiffOptions(), poll_seconds=None) as writer:
-        for step in range(1, 8):
+        for step in range(1, 13):
             trainer.train()
             writer.save_async(trainer.state(), step, updates=trainer.updates())
             writer.wait()
             held.append(inside.snapshots_held(writer))
-    assert held[2:] == held[2:3] * 5
+    check_bounded(held)
 
 
 def test_the_memory_of_a_save_that_failed_serves_the_next(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    medium = Medium(monkeypatch, 9, held=False)
+    medium = Medium(monkeypatch, 20, held=False)
     held = []
     with store.writer(deltas=1, poll_seconds=None) as writer:
         writer.save_async(weights(1), 1).result(60)
-        medium.fails = set(range(1, 9))
-        for _ in range(4):
+        medium.fails = set(range(1, 20))
+        for _ in range(12):
             with pytest.raises(ckptstore.StorageError, match="no space"):
                 writer.save_async(weights(2), 2).result(60)
             writer.wait()
             held.append(inside.snapshots_held(writer))
-    assert held[1:] == held[:1] * 3
+    check_bounded(held)
 
 
 class Unreadable(NumpySource):
@@ -117,7 +122,7 @@ def test_the_memory_of_a_save_whose_gradients_cannot_be_copied_serves_the_next(s
         for step in (1, 2):
             trainer.train()
             writer.save_async(trainer.state(), step, updates=trainer.updates())
-        for _ in range(4):
+        for _ in range(12):
             trainer.train()
             broken = {name: Unreadable(gradient.array) for name, gradient in trainer.gradients.items()}
             trainer.gradients.update(broken)
@@ -125,7 +130,7 @@ def test_the_memory_of_a_save_whose_gradients_cannot_be_copied_serves_the_next(s
             with pytest.raises(ZeroDivisionError):
                 writer.save_async(trainer.state(), 3, updates=trainer.updates())
             held.append(inside.snapshots_held(writer))
-    assert held[1:] == held[:1] * 3
+    check_bounded(held)
 
 
 @pytest.mark.parametrize("options", [{}, {"deltas": 4}, {"deltas": 4, "memory": LEAST}], ids=str)
