@@ -15,7 +15,7 @@ from ckptstore.backends import memory
 from ckptstore.formats import kernel_choice
 from ckptstore.log.log_reader import Patience
 from tests import division, durations, syncs, warmth
-from tests.forms import short_or
+from tests.forms import LONG, short_or
 from tools.objects.server import Server, serving
 from tools.warm import Warm
 
@@ -58,7 +58,7 @@ BRISK = (
     ("ckptstore.log.partial_objects", "STILL", 0.1),  # tests tear slots on purpose
     ("ckptstore.log.requests", "POLL", 0.02),  # the writer that answers is in this process
     ("ckptstore.write.ranks.messages.key_value_store", "LONGEST_PAUSE", 0.01),  # threads as ranks
-    ("ckptstore.restore.restore_rates", "NUMBERS", 1 << 14),  # each merge and compaction measures the kernels
+    ("ckptstore.restore.restore_rates", "NUMBERS", 1 << 12),  # each merge and compaction measures the kernels
 )
 """Module, constant, its value in tests: waits and measurements that suit disks, networks and large states."""
 
@@ -150,6 +150,16 @@ def numpy_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run kernels in numpy in the processes that a test starts: importing numba takes a second in each."""
     kernel_choice.kind()  # fixes the choice of this process first
     monkeypatch.setenv(kernel_choice.VARIABLE, "numpy")
+
+
+@pytest.fixture(scope="module")
+def numpy_elsewhere_in_ci() -> Iterator[None]:
+    """`numpy_elsewhere` for a file in CI; in the long form the processes that its tests start run compiled kernels."""
+    kernel_choice.kind()
+    with pytest.MonkeyPatch.context() as patch:
+        if not LONG:
+            patch.setenv(kernel_choice.VARIABLE, "numpy")
+        yield
 
 
 def pytest_sessionfinish() -> None:
