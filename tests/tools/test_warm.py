@@ -113,6 +113,47 @@ def test_it_ends_as_an_interpreter_does(nursery: Warm) -> None:
     assert nursery.run(python("raise SystemExit('why')")).stderr == "why\n"
 
 
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("0", 0), ("import sys; sys.exit()", 0), ("import sys; sys.exit(300)", 44), ("raise SystemExit(False)", 0)],
+)
+def test_its_status_is_that_of_an_interpreter(nursery: Warm, code: str, status: int) -> None:
+    cold = subprocess.run(python(code), check=False)
+    assert nursery.run(python(code)).returncode == cold.returncode == status
+
+
+def test_what_it_printed_arrives_or_its_status_says_so(nursery: Warm) -> None:
+    done = nursery.run(python("import atexit, sys; atexit.register(print, 'end'); print('begin', end=' ')"))
+    assert (done.returncode, done.stdout) == (0, "begin end\n")
+    env = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with (
+        Path("/dev/full").open("w") as full,
+        nursery.start(python("print('lost')"), env=env, stdout=full, stderr=PIPE) as script,
+    ):
+        assert b"No space left" in script.communicate(60)[1]
+        assert script.wait() == 120
+
+
+def test_its_objects_are_not_freed_one_by_one(nursery: Warm) -> None:
+    """In memory that it shares with the nursery: that takes longer than all the rest."""
+    code = """
+    class Last:
+        def __del__(self):
+            print("freed")
+    last = Last()
+    """
+    assert nursery.run(python(code)).stdout == ""
+
+
+def test_a_crash_point_of_its_environment_is_armed() -> None:
+    """Modules of this package are imported before the script has its environment."""
+    code = "from ckptstore.host.crash_points import crash_point; crash_point('save.sealed'); print('alive')"
+    with Warm(("ckptstore.host.crash_points",)) as own:
+        for at, status in (("save.sealed:1", -signal.SIGKILL), ("save.sealed:2", 0), ("", 0)):
+            done = own.run(python(code), env={**os.environ, "CKPTSTORE_CRASH_AT": at})
+            assert (done.returncode, done.stdout) == (status, "" if status else "alive\n")
+
+
 def test_each_draws_by_itself(nursery: Warm) -> None:
     code = "import random, numpy; print(random.random(), numpy.random.random())"
     drawn = [nursery.run(python(code)).stdout.split() for _ in range(2)]

@@ -11,8 +11,9 @@ it ends as an interpreter does (`atexit` handlers and threads finish), and SIGKI
 So a library's first-use work is done in every script again. The nursery reports how each script ended. If the nursery
 or its creator dies, so do all scripts that it has started.
 
-Differences from a cold interpreter: settings that modules read from the environment at import (`OMP_NUM_THREADS`, ...)
-are the nursery's, so other values are refused; hashes of texts have one seed in all scripts.
+Differences from a cold interpreter: after its threads and handlers a script ends at once, and objects that still live
+are not finalized; settings that modules read from the environment at import (`OMP_NUM_THREADS`, ...) are the nursery's,
+so other values are refused; hashes of texts have one seed in all scripts.
 """
 
 from __future__ import annotations
