@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.agent.lives import own_runtime
-from tests.warm_agents import start_warm
 
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> Iterator[Path]:
     with own_runtime(tmp_path / "runtime", monkeypatch) as folder:
         yield folder
-
-
-@pytest.fixture
-def warm_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that are not about the start of agents, nor about what an agent inherits or imports."""
-    start_warm(monkeypatch)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial, partialmethod
+
 import pytest
 
-from ckptstore.training import open_term
+from ckptstore import Store, agent
 
 __all__ = ["poll_often"]
 
 
 def poll_often(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.1) -> None:
     """Set the `poll_seconds` of every writer that a `Checkpointer` opens from now on."""
-    plain = open_term._writer_options
-    monkeypatch.setattr(open_term, "_writer_options", lambda *given: {**plain(*given), "poll_seconds": seconds})
+    monkeypatch.setattr(Store, "writer", partialmethod(Store.writer, poll_seconds=seconds))
+    monkeypatch.setattr(agent, "writer", partial(agent.writer, poll_seconds=seconds))

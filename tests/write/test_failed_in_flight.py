@@ -22,14 +22,9 @@ from ckptstore import DiffOptions, RankOptions, StorageError, agent
 from ckptstore.formats.step_text import named_steps
 from ckptstore.host.arenas import LEAST
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
-from tests.warm_agents import start_warm
 from tests.write.rank_threads import Clock, as_ranks
 
-
-@pytest.fixture(autouse=True)
-def warm_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are not about the start of agents."""
-    start_warm(monkeypatch)
+pytestmark = pytest.mark.usefixtures("warm_agents")
 
 
 HOW: dict[str, dict[str, Any]] = {
