@@ -143,6 +143,7 @@ def test_its_objects_are_not_freed_one_by_one(nursery: Warm) -> None:
     last = Last()
     """
     assert nursery.run(python(code)).stdout == ""
+    assert nursery.run(python(code), finalize=True).stdout == "freed\n"
 
 
 def test_a_crash_point_of_its_environment_is_armed() -> None:

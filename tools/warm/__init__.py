@@ -12,8 +12,8 @@ So a library's first-use work is done in every script again. The nursery reports
 or its creator dies, so do all scripts that it has started.
 
 Differences from a cold interpreter: after its threads and handlers a script ends at once, and objects that still live
-are not finalized; settings that modules read from the environment at import (`OMP_NUM_THREADS`, ...) are the nursery's,
-so other values are refused; hashes of texts have one seed in all scripts.
+are not finalized, unless `finalize` is given; settings that modules read from the environment at import
+(`OMP_NUM_THREADS`, ...) are the nursery's, so other values are refused; hashes of texts have one seed in all scripts.
 """
 
 from __future__ import annotations

@@ -170,6 +170,9 @@ class _QuickEnd:
 
     def run(self, asked: dict[str, Any]) -> None:
         """Run a script; see `_run`."""
+        if asked["finalize"]:
+            _run(asked)
+            return
         try:
             _run(asked)
         except SystemExit as error:
