@@ -187,7 +187,7 @@ def test_a_step_given_after_a_rank_was_missed_waits_for_it_again(
     monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.1)
 
     def work(group: Group) -> str | None:
-        with ckptstore.open(tmp_path / "store").writer(group=group, ranks=RankOptions(60.0)) as writer:
+        with ckptstore.open(tmp_path / "store").writer(group=group, ranks=RankOptions(20.0)) as writer:
             writer.save(state(1), 1)
             if group.rank == 0:
                 pending = writer.save_async(state(2), 2)
