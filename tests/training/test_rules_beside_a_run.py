@@ -166,6 +166,7 @@ def test_rules_that_are_gone_again_before_anybody_looked(tmp_path: Path, monkeyp
         assert segments(store) == 31  # nothing is deleted yet
         clock.now += 30.0
         job.run_until(lambda: segments(store) <= len(store.checkpoints()) + 1)
+        job.checkpointer.wait()
         there = len(store.checkpoints())
         job.run(5)
     assert len(store.checkpoints()) == there + 5
