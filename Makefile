@@ -40,12 +40,11 @@ demo: .venv/.ready  ## train, get killed, resume, compare bit for bit (QUICK=1: 
 	$(BIN)/python -m tools.demo $(if $(QUICK),--quick)
 
 # Tests start hundreds of interpreters. Where PYTHONDONTWRITEBYTECODE is set (containers set it), each would compile the
-# package's modules again, half a second of a core; set to nothing, it is off. Three workers: many tests wait. The tests
-# of `make test` that are not about disks run in memory, if there is enough; `make test-long` runs them on the disk, too.
+# package's modules again, half a second of a core; set to nothing, it is off. Three workers: many tests wait.
 test test-rest test-long: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/.ready  ## every protocol, codec, damage, rank and interface test (on every change)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --in-memory -m "not rest" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not rest" $(PYTEST_ARGS)
 
 test-rest: .venv/.ready  ## the rest: jobs of many processes, the harnesses, samples of kills, small benchmarks, what the docs show
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m rest $(PYTEST_ARGS)

@@ -1,13 +1,10 @@
-"""Configures the tests: the longest files run first, unused memory is freed after each file, scripts start warm,
-temporary folders may lie in memory."""
+"""Configures the tests: the longest files run first, unused memory is freed after each file, scripts start warm."""
 
 from __future__ import annotations
 
 import gc
-import os
 import sys
-import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from ckptstore.backends import memory
 from ckptstore.formats import kernel_choice
-from tests import division, durations, media, warmth
+from tests import division, durations, warmth
 from tests.forms import short_or
 from tests.warm_agents import start_warm
 from tools.objects.server import Server, serving
@@ -64,12 +61,9 @@ settings.load_profile("tests")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help=f"write the seconds of each file to {durations.FILE.name}")
-    parser.addoption("--in-memory", action="store_true", help=media.__doc__)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("in_memory") and media.suitable() and config.option.basetemp is None:
-        os.environ[media.VARIABLE] = str(media.MEMORY)
     if config.getoption("record") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(durations.Recorder())
     if hasattr(config.option, "loadscopereorder"):
@@ -85,20 +79,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if division.in_rest(collection_path) != rest else None
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Let each worker begin with other folders: pytest compiles a clean clone's tests for 14 s, which the workers share
-    so, because each finds what another one has compiled."""
-    report = yield
-    worker = getattr(collector.config, "workerinput", None)
-    if worker is not None and collector.path == ROOT / "tests" and isinstance(collector, pytest.Directory):
-        at = len(report.result) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
-        report.result[:] = [*report.result[at:], *report.result[:at]]
-    return report
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     damaged = {ROOT / "tests" / name for name in DAMAGED}  # built once: one path for each of 12,000 tests took 5 s
     for item in items:
@@ -108,9 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore::ckptstore.DamagedLogWarning"), append=False)
     # If a worker started a long file last, the other workers would run out of work.
     seconds = {ROOT / name: spent for name, spent in durations.recorded().items()}
-    # The same order in all workers, wherever each began to collect.
-    places = {path: (-seconds.get(path, 0), str(path)) for path in {item.path for item in items}}
-    items.sort(key=lambda item: places[item.path])
+    items.sort(key=lambda item: -seconds.get(item.path, 0))
 
 
 def pytest_collection_finish() -> None:
@@ -131,16 +109,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         memory.MemoryBackend.forget(name)
     # Caught errors hold frames, and frames hold arrays: much memory in few objects, which triggers no collection.
     gc.collect()
-
-
-@pytest.fixture
-def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder of this test: on a disk for the tests that are about disks, whatever ``--in-memory`` says."""
-    if media.is_memory(tmp_path) and media.needs_disk(request.path):
-        with tempfile.TemporaryDirectory(prefix="ckptstore-test-") as folder:
-            yield Path(folder).resolve()
-    else:
-        yield tmp_path
 
 
 @pytest.fixture(scope="session")

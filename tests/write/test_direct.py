@@ -18,7 +18,6 @@ from ckptstore import DeltaOptions, DiffOptions
 from ckptstore.backends.local_disk.pmem import PmemSink
 from ckptstore.formats.sources import NumpySource
 from ckptstore.segments import mapped_fulls
-from tests import media
 from tests.write.test_layerwise_save import LAYERS, change, fresh_state, same
 
 
@@ -176,7 +175,6 @@ CHILD = """
 import os, signal, sys
 import ckptstore
 from ckptstore.formats.sources import NumpySource
-from tests import media
 from tests.write.test_layerwise_save import LAYERS, fresh_state
 
 url, at = sys.argv[1:]
@@ -211,7 +209,3 @@ def test_a_killed_run_keeps_the_checkpoint_before(tmp_path: Path, at: str, newes
     store.gc()
     assert len(segments(store)) == newest + 1
     assert not store.verify(deep=True).damage
-
-
-def test_these_tests_run_on_a_disk(tmp_path: Path) -> None:
-    assert not media.is_memory(tmp_path)
