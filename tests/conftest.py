@@ -16,6 +16,7 @@ from ckptstore.formats import kernel_choice
 from ckptstore.log.log_reader import Patience
 from tests import division, durations, syncs, warmth
 from tests.forms import LONG, short_or
+from tests.warm_agents import start_warm
 from tools.objects.server import Server, serving
 from tools.warm import Warm
 
@@ -160,6 +161,12 @@ def numpy_elsewhere_in_ci() -> Iterator[None]:
         if not LONG:
             patch.setenv(kernel_choice.VARIABLE, "numpy")
         yield
+
+
+@pytest.fixture
+def warm_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start agents as warm forks. For tests that are not about their start, nor about what they inherit or import."""
+    start_warm(monkeypatch)
 
 
 def pytest_sessionfinish() -> None:

@@ -163,10 +163,10 @@ def private_uses(source: str) -> list[tuple[int, str]]:
     This includes scripts in multi-line strings. An attribute that a class defines or inherits does not count.
     """
     allowed = {name for names in BORROWED.values() for name in names}
-    module = ast.parse(source)
-    prose = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
+    nodes = list(ast.walk(ast.parse(source)))
+    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     found: list[tuple[int, str]] = []
-    for node in ast.walk(module):
+    for node in nodes:
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
                 pass

@@ -174,17 +174,35 @@ def _folder(path: Path, package: str, mapping: dict[str, str]) -> Path:
 
 def _read(text: str, name: str, room: str) -> Module:
     parsed = ast.parse(text)
+    statements = list(_statements(parsed))
     return Module(
         name=name,
         room=room,
         lines=len(text.splitlines()),
-        statements=sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in ast.walk(parsed)),
-        protocols=sum(_is_protocol(node) for node in ast.walk(parsed)),
+        statements=sum(not _is_docstring(node) for node in statements),
+        protocols=sum(map(_is_protocol, statements)),
         docstring=ast.get_docstring(parsed) or "",
-        imports=frozenset(_imports(parsed)),
-        functions=tuple(_functions(parsed, name, _command_names(parsed))),
+        imports=frozenset(_imports(statements)),
+        functions=tuple(_functions(parsed, name, _command_names(statements))),
         classes=tuple(_classes(parsed, name)),
     )
+
+
+def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """Every statement below a node. No expression has one, and most nodes are in expressions: they are not visited."""
+    for child in _children(node):
+        yield child
+        yield from _statements(child)
+
+
+def _children(node: ast.AST) -> Iterator[ast.stmt]:
+    """The statements of a node's own blocks."""
+    for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, block, ()):
+            if isinstance(child, ast.stmt):
+                yield child
+            else:  # an `except` or a `case`
+                yield from _children(child)
 
 
 def _is_docstring(node: ast.stmt) -> bool:
@@ -197,18 +215,18 @@ def _is_protocol(node: ast.AST) -> bool:
     )
 
 
-def _imports(parsed: ast.Module) -> Iterator[str]:
-    for node in ast.walk(parsed):
+def _imports(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    for node in statements:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _command_names(parsed: ast.Module) -> set[str]:
+def _command_names(statements: Iterable[ast.stmt]) -> set[str]:
     """The names of decorators in a module that make a command."""
     names = {"click.command", "click.group"}
-    for node in ast.walk(parsed):
+    for node in statements:
         if isinstance(node, ast.ImportFrom) and node.module == f"{ROOT}.cli.arguments":
             names |= {alias.asname or alias.name for alias in node.names if alias.name == "command"}
     return names
@@ -216,7 +234,7 @@ def _command_names(parsed: ast.Module) -> set[str]:
 
 def _scopes(node: ast.AST, name: str) -> Iterator[tuple[ast.AST, str, bool]]:
     """Functions and classes below a node: (node, dotted name, whether it is in a class)."""
-    for child in ast.iter_child_nodes(node):
+    for child in _children(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield child, f"{name}.{child.name}", isinstance(node, ast.ClassDef)
             yield from _scopes(child, f"{name}.{child.name}")

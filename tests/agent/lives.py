@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests import warmth
+from tools.warm import Script
 
 if TYPE_CHECKING:
     import pytest
@@ -78,17 +79,18 @@ def run(script: str, *arguments: object, code: int = 0) -> list[str]:
     return done.stdout.split()
 
 
-def started(script: str, *arguments: object) -> subprocess.Popen[str]:
-    """Start a trainer; the first line that it prints says that it is ready.
-
-    It is a child of this process, so it is a zombie until it is waited for.
-    """
-    # Its successor has imported torch, too: a difference would cause a warning.
-    command = [sys.executable, "-c", f"import torch\n{BEGIN}{script}", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    assert process.stdout.readline()
-    return process
+@contextlib.contextmanager
+def started(script: str, *arguments: object) -> Iterator[tuple[Script, str]]:
+    """A trainer in its own process, and the first line that it has printed; it is killed at the end."""
+    command = [sys.executable, "-c", f"{BEGIN}{script}", *map(str, arguments)]
+    with warmth.start(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line
+            yield process, line.strip()
+        finally:
+            process.kill()
 
 
 def alive(pid: int) -> bool:

@@ -8,10 +8,12 @@ import mmap
 import os
 import socket
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Self
+
+from tests import warmth
+from tools.warm import Script
 
 WRITER = {"staging_bytes": 64 << 20, "threads": 2, "max_in_flight": 1, "poll_seconds": None}
 OPTIONS = WRITER | {"deltas": None, "diffs": None}
@@ -20,7 +22,7 @@ OPTIONS = WRITER | {"deltas": None, "diffs": None}
 class Shim:
     """One connection to an agent."""
 
-    def __init__(self, connection: socket.socket, agent: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, connection: socket.socket, agent: Script | None = None) -> None:
         connection.settimeout(60)
         self.socket = connection
         self.agent = agent
@@ -31,8 +33,9 @@ class Shim:
     def started(cls, url: Path, **other: Any) -> tuple[Self, dict[str, Any]]:
         """Start an agent -> the connection, and its answer."""
         ours, its = socket.socketpair()
-        command = [sys.executable, "-m", "ckptstore.agent.process", str(its.fileno())]
-        agent = subprocess.Popen(command, pass_fds=[its.fileno()], start_new_session=True)
+        # A warm fork gets only the standard streams: its standard input is the connection.
+        command = [sys.executable, "-m", "ckptstore.agent.process", "0"]
+        agent = warmth.start(command, stdin=its.fileno())
         its.close()
         shim = cls(ours, agent)
         start = {"url": str(url), "name": "", "parent": "latest", "options": OPTIONS, "environment": {}}

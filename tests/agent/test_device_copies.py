@@ -32,7 +32,10 @@ from tests.store.states import same  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.device.machine import Machine  # noqa: E402
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.usefixtures("warm_agents"),
+]
 
 SEEDS = range(short_or(2, 100))
 WAYS: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def test_the_successor_continues_from_the_agents_memory(tmp_path: Path, runtime:
     assert agents(runtime) == []
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_nothing_is_read_from_storage(tmp_path: Path) -> None:
     """Every segment is gone, and the state is restored all the same."""
     url = tmp_path / "store"
@@ -73,6 +75,7 @@ def test_nothing_is_read_from_storage(tmp_path: Path) -> None:
         same(truth(3), writer.load())
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_torch_tensors_come_back_as_such(tmp_path: Path) -> None:
     script = """
 from tests.store.states import training_state
@@ -112,6 +115,7 @@ writer.save_async(FlatState({"big": {"$a": "big"}}, {"big": Stops()}), 3)
 
 @pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("when", ["wait", "at once"])
+@pytest.mark.usefixtures("warm_agents")
 def test_a_buffer_that_is_half_filled_is_never_offered(tmp_path: Path, in_flight: int, when: str) -> None:
     run(HALF, tmp_path / "store", in_flight, when, code=-9)
     with opened(tmp_path / "store", max_in_flight=in_flight) as writer:
@@ -122,6 +126,7 @@ def test_a_buffer_that_is_half_filled_is_never_offered(tmp_path: Path, in_flight
     assert (ckptstore.open(tmp_path / "store").load(3)["big"] == 3).all()
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_steps_that_wait_for_their_batch_are_written_and_the_chain_continues(tmp_path: Path) -> None:
     script = """
 writer = ckptstore.agent.writer(
@@ -153,6 +158,7 @@ kill()
     same(trainer.state(), ckptstore.open(url).load())
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_killed_again_and_again_at_any_moment(tmp_path: Path) -> None:
     """Each life finds the steps that the one before had handed over, except the step in progress."""
     script = """
@@ -177,6 +183,7 @@ for step in range(writer.step + 1, 10_000):
         same(truth(writer.step), writer.load())
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_both_die_and_the_newest_durable_checkpoint_is_left(tmp_path: Path) -> None:
     url = tmp_path / "store"
     (pid,) = run(TRAIN, url, 3, code=-9)
@@ -205,33 +212,34 @@ def test_sigterm_ends_an_agent_that_waits(tmp_path: Path, runtime: Path) -> None
     assert list(runtime.iterdir()) == []
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_two_trainers_never_share_one(tmp_path: Path) -> None:
     script = """
+if os.fork():
+    time.sleep(600)  # its parent does not wait for it
 writer = ckptstore.agent.writer(url, linger_seconds=120)
 writer.save(begun(), 1)
-print("up", flush=True)
+print(os.getpid(), flush=True)
 time.sleep(600)
 """
-    first = started(script, tmp_path / "store")
-    try:
-        for _ in range(2):
-            with pytest.raises(AgentBusyError, match="two trainers never share one"):
+    with started(script, tmp_path / "store") as (_, line):
+        first = int(line)
+        try:
+            for _ in range(2):
+                with pytest.raises(AgentBusyError, match="two trainers never share one"):
+                    opened(tmp_path / "store")
+            os.kill(first, signal.SIGSTOP)  # it is still alive
+            with pytest.raises(AgentBusyError):
                 opened(tmp_path / "store")
-        first.send_signal(signal.SIGSTOP)  # it is still alive
-        with pytest.raises(AgentBusyError):
-            opened(tmp_path / "store")
-        os.kill(first.pid, signal.SIGKILL)  # a zombie until it is waited for: dead
-        until(lambda: not alive(first.pid))
+        finally:
+            os.kill(first, signal.SIGKILL)
+        until(lambda: not alive(first))
+        assert Path(f"/proc/{first}").exists(), "a zombie until it is waited for: dead"
         with opened(tmp_path / "store") as writer:
             assert (writer.term, writer.step) == (1, 1)
             with pytest.raises(AgentBusyError):
                 opened(tmp_path / "store")
             writer.save(begun(), 2)
-    finally:
-        first.kill()
-        first.wait()
-        assert first.stdout is not None
-        first.stdout.close()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the system call exit")
@@ -242,24 +250,26 @@ import ctypes, threading
 writer = ckptstore.agent.writer(url, linger_seconds=120)
 writer.save(begun(), 1)
 def last():
-    time.sleep(3)
-    open(sys.argv[2], "x").close()
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
+    os.rename(sys.argv[2], sys.argv[3])
     os._exit(9)
 threading.Thread(target=last).start()
 print("up", flush=True)
 ctypes.CDLL(None).syscall(60, 0)
 """
-    first = started(script, tmp_path / "store", tmp_path / "its end")
-    until(lambda: not alive(first.pid))
-    with opened(tmp_path / "store") as writer:
-        assert (tmp_path / "its end").exists()
-        assert (writer.term, writer.step) == (1, 1)
-        writer.save(begun(), 2)
-    assert first.wait() == 9
-    assert first.stdout is not None
-    first.stdout.close()
+    may_end, its_end = tmp_path / "may end", tmp_path / "its end"
+    with started(script, tmp_path / "store", may_end, its_end) as (first, _):
+        until(lambda: not alive(first.pid))
+        threading.Timer(0.5, may_end.touch).start()
+        with opened(tmp_path / "store") as writer:
+            assert its_end.exists()
+            assert (writer.term, writer.step) == (1, 1)
+            writer.save(begun(), 2)
+        assert first.wait() == 9
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_a_child_that_outlives_the_trainer_does_not_keep_its_agent(tmp_path: Path) -> None:
     """Workers of a data loader are forked, and hold every open descriptor."""
     script = """
@@ -280,6 +290,7 @@ kill()
         kill(int(child))
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_other_options_get_the_memory_and_an_agent_of_their_own(tmp_path: Path) -> None:
     (pid,) = run(TRAIN, tmp_path / "store", 3, code=-9)
     with opened(tmp_path / "store", deltas=2) as writer:
@@ -291,6 +302,7 @@ def test_other_options_get_the_memory_and_an_agent_of_their_own(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("parent", [None, "1@1", 2])
+@pytest.mark.usefixtures("warm_agents")
 def test_another_parent_than_the_newest_is_a_term_of_its_own(tmp_path: Path, parent: Any) -> None:
     (pid,) = run(TRAIN, tmp_path / "store", 3, code=-9)
     with opened(tmp_path / "store", parent=parent) as writer:
@@ -303,6 +315,7 @@ def test_another_parent_than_the_newest_is_a_term_of_its_own(tmp_path: Path, par
         writer.save(truth(step + 1), step + 1)
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_an_older_step_of_the_same_state_is_not_what_the_agent_keeps(tmp_path: Path) -> None:
     script = """
 import os, sys
@@ -319,6 +332,7 @@ os._exit(9)
 
 
 @pytest.mark.parametrize(("parent", "term", "step"), [("latest", 2, 1), (None, 3, 0)])
+@pytest.mark.usefixtures("warm_agents")
 def test_an_agent_without_a_step_continues_only_from_its_parent(
     tmp_path: Path, parent: str | None, term: int, step: int
 ) -> None:
@@ -330,6 +344,7 @@ def test_an_agent_without_a_step_continues_only_from_its_parent(
         assert (next_one.inherited, next_one.term, next_one.step) == (None, term, step)
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_a_checkpoint_of_another_store_is_not_what_the_agent_keeps(tmp_path: Path) -> None:
     run(TRAIN, tmp_path / "store", 3, code=-9)
     with ckptstore.open(tmp_path / "other").writer() as other:
@@ -339,6 +354,7 @@ def test_a_checkpoint_of_another_store_is_not_what_the_agent_keeps(tmp_path: Pat
         opened(tmp_path / "store", parent=info)
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_the_newest_by_its_name_is_what_the_agent_keeps(tmp_path: Path) -> None:
     run(TRAIN, tmp_path / "store", 3, code=-9)
     with opened(tmp_path / "store", parent="3@1") as writer:
@@ -346,6 +362,7 @@ def test_the_newest_by_its_name_is_what_the_agent_keeps(tmp_path: Path) -> None:
         assert writer.term == 1
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_a_term_that_came_after_wins_over_what_the_agent_keeps(tmp_path: Path) -> None:
     run(TRAIN, tmp_path / "store", 3, code=-9)
     with ckptstore.open(tmp_path / "store").writer() as other:
@@ -355,6 +372,7 @@ def test_a_term_that_came_after_wins_over_what_the_agent_keeps(tmp_path: Path) -
         same(truth(4), writer.load())
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_an_abandoned_branch_is_not_continued(tmp_path: Path) -> None:
     """The trainer went back, and was killed before it had saved anything."""
     script = """
@@ -373,6 +391,7 @@ kill()
     assert [info.ref for info in ckptstore.open(tmp_path / "store").checkpoints()] == ["1@1", "2@1", "3@1", "2@2"]
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_a_store_in_the_place_of_another_gets_an_agent_of_its_own(tmp_path: Path) -> None:
     (pid,) = run(TRAIN, tmp_path / "store", 3, code=-9)
     (tmp_path / "store").rename(tmp_path / "moved")
@@ -384,6 +403,7 @@ def test_a_store_in_the_place_of_another_gets_an_agent_of_its_own(tmp_path: Path
     same(truth(3), ckptstore.open(tmp_path / "moved").load())
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_a_step_that_could_not_be_written_is_in_memory_still(tmp_path: Path) -> None:
     """The store has lost its FORMAT file: nothing can be committed, and training need not go back."""
     script = """

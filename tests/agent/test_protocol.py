@@ -146,12 +146,12 @@ def test_another_protocol_is_refused(tmp_path: Path, runtime: Path) -> None:
     shim, answer = Shim.started(tmp_path / "store", protocol_of_tomorrow=True)
     shim.close()
     assert answer["term"] == 1
-    until(lambda: len(agents(runtime)) == 1)
+    assert shim.agent is not None
+    assert shim.agent.poll() is None
     late = Shim.connected(runtime)
     assert "protocol 2" in late.ask("hello", protocol=2)["error"]["text"]
     assert late.ask("hello", protocol=1)["term"] == 1
     late.close()
-    assert shim.agent is not None
     shim.agent.kill()
     shim.agent.wait()
 

@@ -47,6 +47,7 @@ def test_every_type_of_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert store.verify().ok
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_the_state_may_change_as_soon_as_save_async_returns(tmp_path: Path) -> None:
     state = begun()
     with opened(tmp_path / "store", max_in_flight=3) as writer:
@@ -60,6 +61,7 @@ def test_the_state_may_change_as_soon_as_save_async_returns(tmp_path: Path) -> N
         assert (store.load(step)["weights"] == step).all()
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_labels_of_a_checkpoint_arrive(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as writer:
         told: list[bool] = []
@@ -78,6 +80,7 @@ def test_labels_of_a_checkpoint_arrive(tmp_path: Path) -> None:
             writer.save_async(begun(), 6, tags="no tag")
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_the_stores_rules_are_kept_to(tmp_path: Path) -> None:
     with opened(tmp_path / "store", keep=["last:2"], poll_seconds=0.05) as writer:
         for step in range(1, 6):
@@ -108,6 +111,7 @@ def test_the_environment_is_the_trainers(tmp_path: Path) -> None:
     assert "torch" in term.extra["environment"]
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_steps_ascend_and_a_state_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as writer:
         writer.save(begun(), 3)
@@ -118,6 +122,7 @@ def test_steps_ascend_and_a_state_that_cannot_be_stored_is_refused(tmp_path: Pat
         writer.save(begun(), 4)
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_rollback_forks(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as writer:
         for step in (1, 2, 3):
@@ -139,6 +144,7 @@ def train(writer: Any, *, sparse: bool = False, steps: int = 12) -> dict[int, An
     return states
 
 
+@pytest.mark.usefixtures("warm_agents")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradient_diffs_are_encoded_in_the_agent_as_in_the_trainer(tmp_path: Path, sparse: bool) -> None:
     options = {"diffs": DiffOptions(full_every=6, batch=3, seconds=None), "max_in_flight": 2}
@@ -154,6 +160,7 @@ def test_gradient_diffs_are_encoded_in_the_agent_as_in_the_trainer(tmp_path: Pat
         same(state, there.load(step))
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_deltas_are_encoded_in_the_agent(tmp_path: Path) -> None:
     with opened(tmp_path / "store", deltas=DeltaOptions(interval=4), max_in_flight=2) as writer:
         states = train_plain(writer)
@@ -173,6 +180,7 @@ def train_plain(writer: Any, steps: int = 8) -> dict[int, Any]:
     return {step: truth(step) for step in range(1, steps + 1)}
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_asking_for_a_result_writes_the_batch(tmp_path: Path) -> None:
     with opened(tmp_path / "store", diffs=DiffOptions(batch=50, seconds=None)) as writer:
         trainer = Trainer()
@@ -183,6 +191,7 @@ def test_asking_for_a_result_writes_the_batch(tmp_path: Path) -> None:
         assert ckptstore.open(tmp_path / "store").latest_step() == 3
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_updates_without_diffs_are_remarked_once(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as writer:
         with pytest.warns(ckptstore.UnexplainedStepWarning, match="diffs=DiffOptions"):
@@ -190,6 +199,7 @@ def test_updates_without_diffs_are_remarked_once(tmp_path: Path) -> None:
         writer.save(begun(), 2, updates=[])
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_layers_are_copied_into_the_agents_memory(tmp_path: Path) -> None:
     state = {"a": np.arange(70_000.0), "b": np.arange(9, dtype="i2"), "n": 1}
     with opened(tmp_path / "store") as writer:
@@ -239,6 +249,7 @@ def test_closing_ends_the_agent_and_leaves_nothing(tmp_path: Path, runtime: Path
         writer.save(begun(), 1)
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_sigterm_to_the_agent_writes_what_waits(tmp_path: Path) -> None:
     writer = opened(tmp_path / "store", diffs=DiffOptions(batch=50, seconds=None), max_in_flight=3)
     trainer = Trainer()
@@ -256,6 +267,7 @@ def test_sigterm_to_the_agent_writes_what_waits(tmp_path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_a_killed_agent_is_noticed_and_another_one_begins_with_a_full(tmp_path: Path) -> None:
     writer = opened(tmp_path / "store", diffs=DiffOptions(batch=50, seconds=None), max_in_flight=3)
     trainer = Trainer()
@@ -280,6 +292,7 @@ def test_a_killed_agent_is_noticed_and_another_one_begins_with_a_full(tmp_path: 
     ]
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_an_unreported_loss_is_raised_once(tmp_path: Path) -> None:
     writer = opened(tmp_path / "store", diffs=DiffOptions(batch=50, seconds=None))
     trainer = Trainer()
@@ -295,6 +308,7 @@ def test_an_unreported_loss_is_raised_once(tmp_path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_a_newer_term_fences_it(tmp_path: Path) -> None:
     writer = opened(tmp_path / "store")
     writer.save(begun(), 1)
@@ -307,6 +321,7 @@ def test_a_newer_term_fences_it(tmp_path: Path) -> None:
     assert [info.ref for info in ckptstore.open(tmp_path / "store").checkpoints()] == ["1@1", "2@2"]
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_an_agent_that_died_does_not_fence_the_term_that_came_after(tmp_path: Path) -> None:
     writer = opened(tmp_path / "store")
     writer.save(begun(), 1)
@@ -319,6 +334,7 @@ def test_an_agent_that_died_does_not_fence_the_term_that_came_after(tmp_path: Pa
     writer.close()
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_another_store_in_its_place_gets_nothing(tmp_path: Path) -> None:
     writer = opened(tmp_path / "store")
     writer.save(begun(), 1)
@@ -332,6 +348,7 @@ def test_another_store_in_its_place_gets_nothing(tmp_path: Path) -> None:
     assert [info.ref for info in ckptstore.open(tmp_path / "store").checkpoints()] == ["7@1"]
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_a_store_that_was_deleted_fails_its_saves(tmp_path: Path) -> None:
     writer = opened(tmp_path / "store")
     writer.save(begun(), 1)
@@ -362,6 +379,7 @@ def test_a_fork_cannot_use_it_and_does_not_keep_it_alive(tmp_path: Path) -> None
     assert ckptstore.open(tmp_path / "store").latest_step() == 2
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_a_cancelled_save_is_none(tmp_path: Path) -> None:
     slow = {"big": np.zeros(40 << 20, np.uint8)}
     with opened(tmp_path / "store", max_in_flight=3) as writer:
@@ -375,6 +393,7 @@ def test_a_cancelled_save_is_none(tmp_path: Path) -> None:
     assert steps == ([1, 3] if cancelled else [1, 2, 3])
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_metrics_are_the_trainers(tmp_path: Path) -> None:
     told: list[ckptstore.SaveMetrics] = []
     with opened(tmp_path / "store", on_metrics=told.append) as writer:
@@ -406,6 +425,7 @@ def test_errors_of_opening_come_unchanged_from_the_agent(tmp_path: Path, runtime
     assert agents(runtime) == []
 
 
+@pytest.mark.usefixtures("warm_agents")
 def test_several_threads_may_save(tmp_path: Path) -> None:
     with opened(tmp_path / "store", max_in_flight=2) as writer:
         turn, step = threading.Lock(), [0]

@@ -11,7 +11,11 @@ import sys
 import termios
 from pathlib import Path
 
+from tests import warmth
+
 __all__ = ["on_a_terminal"]
+
+_CKPT = "from ckptstore.cli.entry import main; main()"
 
 
 def on_a_terminal(
@@ -34,13 +38,13 @@ def on_a_terminal(
         name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES", "PAGER", "LESS")
     }
     settings = {**settings, "TERM": "xterm", "PAGER": "cat", "NO_COLOR": "1", **environment}
-    process = subprocess.Popen(
-        [Path(sys.executable).parent / "ckpt", *map(str, arguments)],
+    process = warmth.nursery().start(
+        [sys.executable, "-c", _CKPT, *map(str, arguments)],
+        cwd=Path.cwd(),
+        env={name: text for name, text in settings.items() if text is not None},
         stdin=theirs,
         stdout=theirs,
         stderr=theirs if errors else subprocess.DEVNULL,
-        env={name: text for name, text in settings.items() if text is not None},
-        close_fds=True,
     )
     os.close(theirs)
     os.write(ours, typed.encode())

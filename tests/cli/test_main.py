@@ -298,21 +298,31 @@ def test_a_full_stderr_leaves_the_exit_code(pristine: Path) -> None:
 def test_a_terminal_without_unicode(pristine: Path, encoding: str) -> None:
     """Characters that it lacks are written as escapes. For ascii click uses UTF-8; for others it raises an error."""
 
-    def run(*arguments: object) -> subprocess.CompletedProcess[bytes]:
-        environment = os.environ | {"PYTHONIOENCODING": encoding}
-        return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, env=environment, check=False)
-
-    tree = run("inspect", pristine, "--state")
-    assert (tree.returncode, tree.stderr) == (0, b"")
+    lines = [["--state"], ["--tensor", "model.embedding.weight"], ["5→"]]
+    script = """
+import sys
+from ckptstore.cli.main import main
+for line in eval(sys.argv.pop()):
+    sys.argv[1:] = line
+    try:
+        main()
+    except SystemExit as ended:
+        for stream in (sys.stdout, sys.stderr):
+            print(f"\\x1e{ended.code}\\x1e", end="", file=stream, flush=True)
+"""
+    command = [sys.executable, "-c", script, ascii([["inspect", str(pristine), *line] for line in lines])]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding}, check=False)
+    assert done.returncode == 0, done.stderr
+    out, err = done.stdout.split(b"\x1e"), done.stderr.split(b"\x1e")
+    assert out[1::2] == err[1::2] == [b"0", b"0", b"2"]
+    tree, bars, nothing, _ = out[::2]
+    assert err[:4:2] == [b"", b""]
     branch = {"latin-1": b"\\u251c\\u2500\\u2500 model", "cp437": "├── model".encode("cp437")}
-    assert branch.get(encoding, "├── model".encode()) in tree.stdout
-    bars = run("inspect", pristine, "--tensor", "model.embedding.weight")
-    assert (bars.returncode, bars.stderr) == (0, b"")
-    assert b"one bar per power of two" in bars.stdout
-    wrong = run("inspect", pristine, "5→")
-    assert (wrong.returncode, wrong.stdout) == (2, b"")
+    assert branch.get(encoding, "├── model".encode()) in tree
+    assert b"one bar per power of two" in bars
     arrow = b"\\u2192" if encoding != "ascii" else "→".encode()
-    assert wrong.stderr.startswith(b"error: '5" + arrow + b"' is no REF")
+    assert nothing == b""
+    assert err[4].startswith(b"error: '5" + arrow + b"' is no REF")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -9,7 +9,6 @@ import pty
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import termios
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 import ckptstore
 from ckptstore.cli.main import COMMANDS
 from ckptstore.cli.text_wrap import fitted
+from tests import warmth
 from tests.maintenance.stores import grown
 
 WIDTH = 80
@@ -85,14 +85,12 @@ def played(lines: list[str], folder: Path) -> list[tuple[str, int]]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
     kept = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES", "CKPT_STORE", "LESS")}
-    process = subprocess.Popen(
+    process = warmth.nursery().start(
         [sys.executable, "-c", DRIVER, json.dumps([line.split(" ") for line in lines])],
         cwd=folder,
-        stdin=subprocess.DEVNULL,
         stdout=theirs,
         stderr=theirs,
         env={**kept, "TERM": "xterm", "PAGER": "cat", "NO_COLOR": "1", "PYTHONPATH": ""},
-        close_fds=True,
     )
     os.close(theirs)
     written = b""

@@ -21,6 +21,8 @@ from ckptstore.doctor.clocks import against_server
 from ckptstore.doctor.disks import PREFIX
 from ckptstore.doctor.examination import examine
 from ckptstore.doctor.mounts import Mount, judged, mount_of
+from ckptstore.doctor.software import examine_software
+from tests import warmth
 from tools.objects.server import SECRET, Server
 
 COMMAND = [sys.executable, "-m", "ckptstore", "doctor", "--quick", "--json"]
@@ -50,6 +52,7 @@ def test_all_of_it_on_a_disk(tmp_path: Path) -> None:
     assert values["processor"]["copy_bytes_per_second"] > 1 << 20
     assert values["processor"]["hash_bytes_per_second"] > 1 << 20
     assert diagnosis.of("torch").verdict in ("works", "absent")
+    assert diagnosis.of("numba").verdict in ("works", "slow")
     if diagnosis.of("torch").verdict == "works":
         assert 0 <= values["roots"]["inexact"] < 0.5
         assert "square roots" in diagnosis.of("roots").what
@@ -129,7 +132,7 @@ def test_limits_and_settings_of_the_process(tmp_path: Path) -> None:
     assert findings(done)["SIGTERM"]["verdict"] == "fails"
 
 
-def test_how_hot_loops_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_hot_loops_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptstore.formats import kernel_choice
 
     pytest.importorskip("numba")
@@ -137,7 +140,7 @@ def test_how_hot_loops_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for wish, verdict in {"numpy": "slow", "fortran": "fails", "": "works"}.items():
             monkeypatch.setenv(kernel_choice.VARIABLE, wish)
             monkeypatch.setattr(kernel_choice, "_compiled", None)
-            found = [one for one in examine(str(tmp_path)).findings if one.name == "numba"]
+            found = [one for one in examine_software(quick=False) if one.name == "numba"]
             assert found[0].verdict == verdict, wish
     finally:
         kernel_choice.use(None)
@@ -155,16 +158,15 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def told_to_end(folder: Path) -> int:
     """The exit status of a doctor that got SIGTERM as soon as it had begun to write."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ckptstore", "doctor", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "ckptstore", "doctor", str(folder)]
+    process = warmth.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     end = time.monotonic() + 120
     while not any(folder.glob(f"{PREFIX}*")) and process.poll() is None:
         assert time.monotonic() < end
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     process.communicate()
-    return process.returncode
+    return process.wait()
 
 
 def test_a_bucket(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:

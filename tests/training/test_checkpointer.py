@@ -28,6 +28,7 @@ from ckptstore.backends.local_disk.local import LocalBackend  # noqa: E402
 from ckptstore.errors import FormatError, StateMismatchError, UsageError, WriterClosedError  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning, retention  # noqa: E402
 from tests.store.states import same  # noqa: E402
+from tests.training.polls import poll_often  # noqa: E402
 from tests.training.unknown_optimizer import UnknownOptimizer  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
@@ -516,7 +517,8 @@ def test_rules_are_the_store_s_and_the_next_run_keeps_to_them(tmp_path: Path) ->
     )  # and the segments of retired ones are deleted
 
 
-def test_it_compacts_in_its_idle_time(tmp_path: Path) -> None:
+def test_it_compacts_in_its_idle_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poll_often(monkeypatch)
     store, passed = ckptstore.open(tmp_path / "s"), threading.Event()
     compact = ckptstore.CompactOptions(bandwidth=None, every=0.05, on_pass=lambda done: passed.set())
     model = torch.nn.Linear(64, 64)

@@ -16,6 +16,15 @@ from ckptstore import DeltaOptions, Store  # noqa: E402
 from ckptstore.training import Checkpointer, retention  # noqa: E402
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
 from tests.forms import in_turn, short_or  # noqa: E402 - as above
+from tests.training.polls import poll_often  # noqa: E402 - as above
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch, warm_agents: None, numpy_elsewhere: None) -> None:
+    """A writer looks for new rules every 0.1 s, not every 5 s, and the deleting thread pauses for a tenth as long."""
+    poll_often(monkeypatch)
+    for name, value in {"_SHARE": 4, "_SHARE_IDLE": 20, "_PAUSE_IDLE": 0.1}.items():
+        monkeypatch.setattr(retention, name, value)
 
 
 def segments(store: Store) -> int:
@@ -49,7 +58,7 @@ class Job:
         while not true():
             assert time.monotonic() < end, f"{segments(self.store)} segments of {self.saved}"
             self.run(1)
-            time.sleep(0.05)
+            time.sleep(0.01)
 
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -78,8 +87,8 @@ def test_rules_that_come_free_what_they_retire(tmp_path: Path, kind: str, strate
     assert store.verify(deep=True).ok
 
 
-class Slow:
-    """The clock of the deleting thread: each look at it is so many seconds later."""
+class Clock:
+    """The clock of the deleting thread: stands still, or each look at it is so many seconds later."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -94,7 +103,7 @@ def test_one_slow_look_does_not_keep_rules_from_having_an_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that finds no rules looks again soon, however long the look took."""
-    clock = Slow()
+    clock = Clock()
     monkeypatch.setattr(retention, "time", clock)
     store = ckptstore.open(tmp_path / "run")
     job = Job(store)
@@ -141,7 +150,9 @@ def test_rules_of_the_recommended_kind_cost_fulls_and_one_chain(tmp_path: Path) 
     assert store.verify(deep=True).ok
 
 
-def test_rules_that_are_gone_again_before_anybody_looked(tmp_path: Path) -> None:
+def test_rules_that_are_gone_again_before_anybody_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()  # the deleting thread does not look while it stands still
+    monkeypatch.setattr(retention, "time", clock)
     store = ckptstore.open(tmp_path / "run")
     job = Job(store)
     with job.checkpointer:
@@ -152,7 +163,10 @@ def test_rules_that_are_gone_again_before_anybody_looked(tmp_path: Path) -> None
         job.run(1)
         job.checkpointer.wait()
         store.keep(everything=True)
+        assert segments(store) == 31  # nothing is deleted yet
+        clock.now += 30.0
         job.run_until(lambda: segments(store) <= len(store.checkpoints()) + 1)
+        job.checkpointer.wait()
         there = len(store.checkpoints())
         job.run(5)
     assert len(store.checkpoints()) == there + 5
@@ -169,7 +183,7 @@ def test_rules_that_come_at_the_very_end(tmp_path: Path) -> None:
         store.keep("last:5")
         end = time.monotonic() + 60
         while len(store.checkpoints()) > 5 and time.monotonic() < end:  # the writer retires at its next look
-            time.sleep(0.1)
+            time.sleep(0.02)
     assert len(store.checkpoints()) == 5
     assert segments(store) == 5
 

@@ -19,7 +19,7 @@ from ckptstore.training.save_reports import GrowthForecast
 from ckptstore.tuning import IntervalController
 from ckptstore.write.saves.save_metrics import SaveMetrics
 from tools.objects.proxy import FaultProxy, Rule
-from tools.objects.server import options_for, serving
+from tools.objects.server import Server, options_for
 
 
 class Clocked:
@@ -84,19 +84,18 @@ def test_iterations_and_calls_are_measured() -> None:
     assert "training runs at 33% of its pace: saving took 72 s of the last 108 s" in said
 
 
-def test_every_step_to_a_slow_bucket_causes_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_to_a_slow_bucket_causes_a_warning(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_pace, "LONG", 0.5)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    (tmp_path / "server").mkdir()
-    with serving(tmp_path / "server") as server, FaultProxy(server.port) as proxy:
-        url = server.url()
+    with FaultProxy(s3.port) as proxy:
+        url = s3.url()
         store = ckptstore.open(url, storage_options=options_for(proxy.port, read_timeout=30.0, tries=2))
         proxy.rules([Rule("slow", operation="create", seconds=0.05)])
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             with Checkpointer(store, model=model, optimizer=optimizer) as checkpointer:
-                for _ in range(checkpointer.resume(), 40):
+                for _ in range(checkpointer.resume(), 28):
                     model(torch.ones(2, 64)).square().mean().backward()
                     optimizer.step()
                     checkpointer.step()

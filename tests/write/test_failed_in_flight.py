@@ -22,14 +22,9 @@ from ckptstore import DiffOptions, RankOptions, StorageError, agent
 from ckptstore.formats.step_text import named_steps
 from ckptstore.host.arenas import LEAST
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
-from tests.warm_agents import start_warm
-from tests.write.rank_threads import as_ranks
+from tests.write.rank_threads import Clock, as_ranks
 
-
-@pytest.fixture(autouse=True)
-def warm_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are not about the start of agents."""
-    start_warm(monkeypatch)
+pytestmark = pytest.mark.usefixtures("warm_agents")
 
 
 HOW: dict[str, dict[str, Any]] = {
@@ -154,9 +149,11 @@ def test_closing_names_every_lost_step(tmp_path: Path, kind: str) -> None:
     assert steps_in(said(own.value)) == [12]
 
 
-def test_one_dead_rank_is_waited_for_once(tmp_path: Path) -> None:
+def test_one_dead_rank_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps in flight: the second and the third end with the first, with the same cause."""
-    gone, timeout, ended = threading.Event(), 3.0, dict[int, float]()
+    gone, timeout, ended = threading.Event(), 30.0, dict[int, float]()
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.1)  # rank 1 is not there to hear it
 
     def work(group: Group) -> list[str]:
         how: dict[str, Any] = {"max_in_flight": 3, "ranks": RankOptions(timeout), "group": group}
@@ -168,6 +165,9 @@ def test_one_dead_rank_is_waited_for_once(tmp_path: Path) -> None:
             pending = [writer.save_async(state(step), step) for step in (2, 3, 4)]
             for one in pending:
                 one.when_done(lambda _, step=one.step: ended.setdefault(step, time.monotonic()))
+            while 2 not in ended:  # the timeout of the first step; those of the others may not end
+                clock.put_forward()
+                time.sleep(0.02)
             texts = [str(one.exception()) for one in pending]
             gone.set()
         return texts
@@ -179,17 +179,24 @@ def test_one_dead_rank_is_waited_for_once(tmp_path: Path) -> None:
     assert texts[2].startswith("step 4 was not saved, as step 2: "), texts
 
 
-def test_a_step_given_after_a_rank_was_missed_waits_for_it_again(tmp_path: Path) -> None:
+def test_a_step_given_after_a_rank_was_missed_waits_for_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may be back."""
-    back, missed = threading.Event(), threading.Event()
+    back, missed, clock = threading.Event(), threading.Event(), Clock(monkeypatch)
+    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.1)
 
     def work(group: Group) -> str | None:
-        with ckptstore.open(tmp_path / "store").writer(group=group, ranks=RankOptions(2.0)) as writer:
+        with ckptstore.open(tmp_path / "store").writer(group=group, ranks=RankOptions(20.0)) as writer:
             writer.save(state(1), 1)
             if group.rank == 0:
-                error = writer.save_async(state(2), 2).exception()
+                pending = writer.save_async(state(2), 2)
+                while not pending.done():
+                    clock.put_forward()
+                    time.sleep(0.02)
+                error = pending.exception()
                 missed.set()
-                threading.Timer(0.5, back.set).start()
+                threading.Timer(0.2, back.set).start()
                 writer.save(state(3), 3)
                 return type(error).__name__
             assert missed.wait(120)

@@ -21,15 +21,10 @@ from ckptstore.write.retainer import Retainer, short_of_space
 from tests.formats.log_strategies import digest
 from tests.formats.test_catalog import change as changed
 from tests.formats.test_catalog import opened, save
-from tests.warm_agents import start_warm
 from tests.write.rank_threads import as_ranks
 from tests.write.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def warm_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are not about the start of agents."""
-    start_warm(monkeypatch)
+pytestmark = pytest.mark.usefixtures("warm_agents")
 
 
 RULES = ["last:4", "every:10"]

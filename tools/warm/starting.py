@@ -21,7 +21,10 @@ __all__ = ["MODULES", "Warm"]
 MODULES: Final = (
     *("numpy", "torch", "torch._dynamo", "torch.utils.data", "torch.optim.swa_utils", "torch.distributed"),
     *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.nn.parallel"),
-    *("ckptstore", "ckptstore.agent", "ckptstore.training"),
+    *("ckptstore.store.open_store", "ckptstore.training.checkpointer", "ckptstore.restore.load"),
+    *("ckptstore.agent.client.open_agent_writer", "ckptstore.agent.process", "ckptstore.write.writer_opening"),
+    *("ckptstore.write.ranks.rank_writer_factory", "ckptstore.maintenance.garbage_collection"),
+    "ckptstore.maintenance.verify.verification",
     *(["numba"] if importlib.util.find_spec("numba") is not None else []),
 )
 """Modules that a training script imports at once, or with its first step."""
