@@ -1,4 +1,5 @@
-"""Configures the tests: the longest files run first, unused memory is freed after each file, scripts start warm."""
+"""Configures the tests: the longest files run first, unused memory is freed after each file, scripts start warm, syncs
+cost nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from ckptstore.backends import memory
 from ckptstore.formats import kernel_choice
-from tests import division, durations, warmth
-from tests.forms import short_or
+from ckptstore.log.log_reader import Patience
+from tests import division, durations, syncs, warmth
+from tests.forms import LONG, short_or
 from tools.objects.server import Server, serving
 from tools.warm import Warm
 
@@ -51,6 +53,14 @@ DAMAGED = (
 )
 """Files whose tests damage logs on purpose, so that `DamagedLogWarning` is no error there. The warning has its own
 tests in `store/test_damaged_log.py`. In every other file a log that is reported as damaged is a failure."""
+
+BRISK = (
+    ("ckptstore.log.partial_objects", "STILL", 0.1),  # tests tear slots on purpose
+    ("ckptstore.log.requests", "POLL", 0.02),  # the writer that answers is in this process
+    ("ckptstore.write.ranks.messages.key_value_store", "LONGEST_PAUSE", 0.01),  # threads as ranks
+    ("ckptstore.restore.restore_rates", "NUMBERS", 1 << 12),  # each merge and compaction measures the kernels
+)
+"""Module, constant, its value in tests: waits and measurements that suit disks, networks and large states."""
 
 # The machine may be slow: a timeout while Hypothesis draws or runs an example means nothing.
 slow = [HealthCheck.too_slow]
@@ -94,9 +104,15 @@ def pytest_collection_finish() -> None:
     # Ten thousand tests and torch are several million objects. Each full collection would visit them all.
     gc.collect()
     gc.freeze()
-    # Recognize torn slots that tests make on purpose after 0.3 s. (Tests that read no store do not import the module.)
-    if (arriving := sys.modules.get("ckptstore.log.partial_objects")) is not None:
-        arriving.STILL = 0.3  # type: ignore[attr-defined]
+    for module, name, value in BRISK:
+        if (found := sys.modules.get(module)) is not None:  # tests that read no store do not import them
+            assert hasattr(found, name)
+            setattr(found, name, value)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    syncs.choose(item.path)
 
 
 @pytest.hookimpl(trylast=True)
@@ -124,10 +140,26 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
+def haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again at once what failed in the log. Otherwise a slot that keeps failing takes four seconds."""
+    monkeypatch.setattr(Patience, "pause", lambda _self, _done: None)
+
+
+@pytest.fixture
 def numpy_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run kernels in numpy in the processes that a test starts: importing numba takes a second in each."""
     kernel_choice.kind()  # fixes the choice of this process first
     monkeypatch.setenv(kernel_choice.VARIABLE, "numpy")
+
+
+@pytest.fixture(scope="module")
+def numpy_elsewhere_in_ci() -> Iterator[None]:
+    """`numpy_elsewhere` for a file in CI; in the long form the processes that its tests start run compiled kernels."""
+    kernel_choice.kind()
+    with pytest.MonkeyPatch.context() as patch:
+        if not LONG:
+            patch.setenv(kernel_choice.VARIABLE, "numpy")
+        yield
 
 
 def pytest_sessionfinish() -> None:

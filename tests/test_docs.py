@@ -28,6 +28,8 @@ import ckptstore
 from ckptstore.cli.main import COMMANDS, cli
 from tests import transcripts, warmth
 
+pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
@@ -264,6 +266,17 @@ NOT_RUN_LINES = {
 """Beginnings or parts of lines of cli.md and cli-options.md -> why these lines do not run."""
 
 
+def copied(world: Path, here: Path, line: str) -> None:
+    """Copy the files, and of the stores those that a line names; all of them for ``ls runs``."""
+    named = {place.name for place in (world / "runs").iterdir() if f"runs/{place.name}" in line}
+
+    def others(folder: str, names: list[str]) -> set[str]:
+        whole = re.search(r"runs(?!/)", line) is not None
+        return {*names} - named if Path(folder) == world / "runs" and not whole else set()
+
+    shutil.copytree(world, here, ignore=others)
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_reference_run(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = 0
@@ -272,7 +285,7 @@ def test_the_commands_of_the_reference_run(world: Path, tmp_path: Path, monkeypa
         if any(one in line for one in NOT_RUN_LINES):
             continue
         here = tmp_path / str(number)
-        shutil.copytree(world, here)
+        copied(world, here, line)
         monkeypatch.chdir(here)
         words = [path for word in words_of(line) for path in expanded(word)]
         words = [word.replace("/mnt/", f"{here}/").replace("/tmp/", f"{here}/") for word in words]

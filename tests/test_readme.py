@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,8 @@ import pytest
 
 import ckptstore
 from tests import warmth
+
+pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -48,7 +49,7 @@ def test_the_first_example_continues_after_a_kill(tmp_path: Path) -> None:
     (steps,) = re.findall(r"resume\(\), (\d+)\)", PYTHON[0])
     assert 15 <= float(seconds) * int(steps) <= 40
     script = [sys.executable, "-c", PYTHON[0]]
-    running = subprocess.Popen(script, cwd=tmp_path)
+    running = warmth.start(script, cwd=tmp_path)
     try:
         store = ckptstore.open(tmp_path / "runs/short")
         end = time.monotonic() + 120

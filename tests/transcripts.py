@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ckptstore.formats import kernel_choice
 from tests import warmth
 
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _PLAIN = re.compile(r"((?:[A-Z_]+=\w+ )*)(python|ckpt) ([^|&;<>$'\"*?~`#]*?)(?P<last> 2>&1 \| tail -n 1)?")
 """A line that runs only a process of ours; it may end with ``| tail -n 1``."""
+_CODE = re.compile(r'python -c "([^"$`\\!]*)"')
+"""A line that runs code in which a shell replaces nothing."""
 
 
 def plain(text: str) -> list[str]:
@@ -37,6 +40,7 @@ def played(text: str, folder: Path) -> str:
     scripts = Path(sys.executable).parent
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("CKPT", "PYTEST"))},
+        **{name: value for name, value in os.environ.items() if name == kernel_choice.VARIABLE},
         "PATH": f"{scripts}:{os.environ['PATH']}",
         "PYTHONUNBUFFERED": "1",
     }
@@ -53,7 +57,17 @@ def played(text: str, folder: Path) -> str:
         ) as script:
             return script.communicate()[0], script.wait()
 
-    def said(line: str) -> str:
+    def ran(line: str) -> tuple[str, int]:
+        """The output and the exit status of a line."""
+        first, both, second = line.partition(" && ")
+        if both:
+            printed, code = ran(first)
+            if code:
+                return printed, code
+            more, code = ran(second)
+            return printed + more, code
+        if (given_code := _CODE.fullmatch(line)) is not None:
+            return printed_by(["-c", given_code[1]], {})
         if plain := _PLAIN.fullmatch(line):
             given = dict(word.split("=") for word in plain[1].split())
             module = ["-m", "ckptstore"] if plain[2] == "ckpt" else []
@@ -72,6 +86,10 @@ def played(text: str, folder: Path) -> str:
                 check=False,
             )
             printed, code = done.stdout, done.returncode
+        return printed, code
+
+    def said(line: str) -> str:
+        printed, code = ran(line)
         code = code if code >= 0 else 128 - code
         # Shells report a killed process in different words.
         told = re.sub(r"^(Killed\n|.*\bKilled\s.*\n)", "", printed, flags=re.MULTILINE)

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import (
@@ -36,6 +36,8 @@ from ckptstore.log.partial_objects import read_all_when_complete
 __all__ = ["Outcome", "TermOwner", "handle", "outcome", "post", "wait"]
 
 _LONGEST_REASON = 500
+POLL: Final = 0.2
+"""Seconds between the first two looks for the answer to a request."""
 
 
 # ------------------------------------------------------------------------------------------------ the writer's side
@@ -254,7 +256,7 @@ def wait(
     *,
     look: Callable[[], Catalog] | None = None,
     timeout: float | None = None,
-    poll: float = 0.2,
+    poll: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Outcome:
@@ -263,13 +265,14 @@ def wait(
     Args:
         look: returns the current log; None: READ, each time continuing from the previous view.
         timeout: seconds; None: no limit. A timeout withdraws nothing: the answer is then ``waiting``.
-        poll: seconds between two looks at the log; grows to 16 times as much.
+        poll: seconds between two looks at the log; grows to 16 times as much. None: `POLL`.
 
     Raises:
         CorruptLogError, StorageError: from READ.
     """
     begun = clock()
     look = look or _log_reader(journal)
+    poll = POLL if poll is None else poll
     longest = poll * 16
     while True:
         answer = outcome(look(), request)

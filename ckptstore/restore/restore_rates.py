@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,8 @@ from ckptstore.restore.restore_plan import TYPICAL, Rates
 __all__ = ["KernelSpeed", "measure_rates"]
 
 _PROBE = 16 << 20
-_NUMBERS = 1 << 18
+NUMBERS: Final = 1 << 18
+"""Values of the synthetic delta and step: 1 MiB of each tensor, more than a processor's first caches hold."""
 _ROUNDS = 5
 
 
@@ -65,8 +66,8 @@ def measure_rates(found: OpenCheckpoint, *, decode: bool = True, replay: bool = 
 
 
 def _delta_rate(threads: int) -> KernelSpeed:
-    old = np.linspace(-0.1, 0.1, _NUMBERS, dtype=np.float32)
-    new = old + np.sin(np.arange(_NUMBERS, dtype=np.float32)) * np.float32(1e-5)
+    old = np.linspace(-0.1, 0.1, NUMBERS, dtype=np.float32)
+    new = old + np.sin(np.arange(NUMBERS, dtype=np.float32)) * np.float32(1e-5)
     codec = codecs.codec("sub", {"word": 4})
     payload = codecs.encode(codec, new, old)
 
@@ -79,7 +80,7 @@ def _delta_rate(threads: int) -> KernelSpeed:
 
 def _replay_rate(threads: int) -> KernelSpeed:
     rule = optim.AdamW().rule(optim.Step(count=1000, lr=1e-3))
-    wave = np.sin(np.arange(_NUMBERS, dtype=np.float32))
+    wave = np.sin(np.arange(NUMBERS, dtype=np.float32))
     old = [wave * np.float32(scale) for scale in (1e-1, 1e-4)] + [np.square(wave * np.float32(1e-4))]
     new = [part.copy() for part in old]
     optim.advance(rule, new, np.roll(wave, 7) * np.float32(1e-4))
@@ -89,7 +90,7 @@ def _replay_rate(threads: int) -> KernelSpeed:
         state = [part.copy() for part in old]
         return lambda: optim.predicted.decode(rule, payload, state)
 
-    return _time_kernel(prepared, threads, 12 * _NUMBERS)
+    return _time_kernel(prepared, threads, 12 * NUMBERS)
 
 
 def _time_kernel(prepared: Callable[[], Callable[[], object]], threads: int, nbytes: int) -> KernelSpeed:

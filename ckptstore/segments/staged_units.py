@@ -162,11 +162,6 @@ class StagedUnits:
             raise
         return lease
 
-    def wake(self) -> None:
-        """Make waiting threads call `stop` again."""
-        with self._changed:
-            self._changed.notify_all()
-
     def discard(self) -> None:
         """Free every unit that was not freed. No thread may take units, or read one that it took, any more."""
         with self._changed:

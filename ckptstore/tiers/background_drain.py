@@ -25,17 +25,19 @@ from ckptstore.write.second_tier import Lag
 
 __all__ = ["BackgroundDrain"]
 
-_POLL_SECONDS: Final = 1.0
+POLL_SECONDS: Final = 1.0
 """Seconds after which the log is polled even if no commit was reported."""
 _NAP: Final = 0.2
 PATIENCE: Final = 60.0
 """Seconds that a remote may fail before a save that waits for it is rejected."""
-_FIRST_PAUSE: Final = 0.25
+FIRST_PAUSE: Final = 0.25
+"""Seconds before the first retry of a failed pass."""
 _LONGEST_PAUSE: Final = 30.0
 """Longest pause in seconds before a failed pass is retried; the pause doubles each time."""
 SOON: Final = 10.0
 """Seconds that a remote may fail, or not answer, before a warning."""
-_WATCH: Final = 1.0
+WATCH: Final = 1.0
+"""Seconds between two looks for a problem to warn of."""
 _TRANSIENT: Final = (errno.ETIMEDOUT, errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.EAGAIN, errno.EINTR)
 """Errors of a medium that the next try may not meet."""
 _LOG: Final = logging.getLogger("ckptstore.tiers")
@@ -60,7 +62,7 @@ class BackgroundDrain:
         self._seen: View | None = None
         self._quiet = RemoteSilence(drain)
         self._warned: str | None = None  # the last warning, while its cause lasts
-        self._watcher = background_threads.Periodic(_WATCH, self._watch, "drain-watch")
+        self._watcher = background_threads.Periodic(WATCH, self._watch, "drain-watch")
 
     def start(self) -> None:
         """Start the threads. Raises `RuntimeError` if no thread can be started."""
@@ -164,7 +166,7 @@ class BackgroundDrain:
                 self._failing = self._failing or began
                 if isinstance(error, RemoteLostError):
                     self._lost = error
-                pause = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, 2 * pause)) * random.SystemRandom().uniform(0.7, 1.0)
+                pause = min(_LONGEST_PAUSE, max(FIRST_PAUSE, 2 * pause)) * random.SystemRandom().uniform(0.7, 1.0)
                 if self._closing:
                     return
             else:
@@ -207,7 +209,7 @@ class BackgroundDrain:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, pause)
-                self._changed.wait_for(lambda: self._wanted or self._closing, _POLL_SECONDS)
+                self._changed.wait_for(lambda: self._wanted or self._closing, POLL_SECONDS)
                 wanted, self._wanted = self._wanted, False
                 if wanted or self._closing:
                     return wanted

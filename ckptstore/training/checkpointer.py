@@ -99,7 +99,7 @@ class Checkpointer:
         self._steps = StepSaves(self.store.url, self._settings, self._captured, self._tracker, self._flush)
         self._strategy: tuple[Strategy, str] | None = None
         self._term: OpenTerm | None = None
-        self._at_exit = partial(_exited, weakref.ref(self), os.getpid())
+        self._at_exit = partial(_warn_unclosed, weakref.ref(self), os.getpid())
         self._done = 0
         self._closed = False
         self._tracker.install(predict=False)
@@ -455,7 +455,7 @@ class _Asked:
     strict: bool
 
 
-def _exited(made: weakref.ref[Checkpointer], process: int) -> None:
+def _warn_unclosed(made: weakref.ref[Checkpointer], process: int) -> None:
     """Warn that the script ended without `close`. The writer finishes the saves in flight (`host.interpreter_exit`)."""
     checkpointer = made()
     if checkpointer is None or os.getpid() != process:

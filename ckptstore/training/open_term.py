@@ -141,7 +141,7 @@ def choose_strategy(
     strategy, why = strategies.chosen(
         strategies.Circumstances(
             nbytes=strategies.state_bytes(captured.models, captured.optimizers) + captured.extra_bytes,
-            rate=None if group is not None else strategies.measured_rate(store.backend),
+            rate=None if group is not None else strategies.measure_rate(store.backend),
             spare=strategies.spare_cores(captured.models),
             unpredicted=strategies.predicted(captured.optimizers, settings.every),
         )

@@ -16,13 +16,13 @@ import torch
 
 from ckptstore.errors import FormatError
 
-__all__ = ["Generator", "equal", "gathered", "moved", "restored", "set_state", "state_of"]
+__all__ = ["Generator", "equal", "first_moved", "global_states", "restore", "set_state", "state_of"]
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 """A generator that is a separate object."""
 
 
-def gathered() -> dict[str, Any]:
+def global_states() -> dict[str, Any]:
     """The state of every global generator of this process, copied.
 
     CUDA devices are asked only once this process uses CUDA: before that they have drawn nothing.
@@ -37,8 +37,8 @@ def gathered() -> dict[str, Any]:
     return found
 
 
-def moved(since: Mapping[str, Any]) -> str | None:
-    """The name of the first global generator whose state differs from what `gathered` found; None: none differs.
+def first_moved(since: Mapping[str, Any]) -> str | None:
+    """The name of the first global generator whose state differs from what `global_states` found; None: none differs.
 
     It runs before each batch that follows a save, so it compares without conversions where it can. It leaves out CUDA
     devices that were not in use then.
@@ -60,8 +60,8 @@ def moved(since: Mapping[str, Any]) -> str | None:
     return None
 
 
-def restored(state: Mapping[str, Any]) -> None:
-    """Restore the generators to what `gathered` found.
+def restore(state: Mapping[str, Any]) -> None:
+    """Restore the generators to what `global_states` found.
 
     Raises:
         FormatError: it is no such state.

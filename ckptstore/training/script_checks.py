@@ -126,7 +126,7 @@ class _Order:
         self._hooked = hooked
         self._consumed: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._suspects: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self._early = self._looked = 0
+        self._early = self._steps_seen = 0
         given = [] if captured.sharding else captured.optimizers  # reading shards would be a collective
         self._hooks = [one.register_step_post_hook(self._after) for one in given]
 
@@ -135,7 +135,7 @@ class _Order:
             self.remove()  # not in the hook itself: torch iterates over its hooks then
         if not self._hooks:
             return
-        self._looked += 1
+        self._steps_seen += 1
         marks, self._consumed = self._consumed.values(), {}
         newer = bool(marks) and all(map(_is_newer, marks))
         self._suspects = [
@@ -143,7 +143,7 @@ class _Order:
         ]
         if not newer:
             self._early = 0
-        if self._looked == _ORDERLY:
+        if self._steps_seen == _ORDERLY:
             self.remove()
 
     def remove(self) -> None:

@@ -35,7 +35,7 @@ class CheckpointerOptions(TypedDict, total=False):
         scaler: a ``GradScaler``. Its state is saved, and the steps that it skips are recognized.
         extra: anything else that training depends on, by name: objects with ``state_dict`` and ``load_state_dict``
             (averaged weights), random generators.
-        compressor: a `TopKHook`. Step diffs store its sparse gradients.
+        compressor: a `TopKHook`. Step diffs store its sparse gradients, and a replica is sent them alone.
         save_every: optimizer steps from one checkpoint to the next (default 1), or a
             `ckptstore.tuning.IntervalController`, which chooses the interval so that saves slow training down by no
             more than its limit. Leaving the ``with`` without an error always saves the last step.
@@ -143,11 +143,6 @@ class SaveSettings:
             raise UsageError(f"tensorboard: {type(self.tensorboard).__name__} has no add_scalar(name, value, step)")
         if self.strategy == "replica" and not self.agent:
             raise UsageError("strategy='replica': an agent keeps the replica, so it needs agent=True")
-        if self.strategy == "replica" and self.compressor is not None:
-            raise UsageError(
-                "strategy='replica' with compressor=: sparse gradients are small enough to be stored: take "
-                "strategy='gradient'"
-            )
         if self.strategy == "gradient" and self.every != 1:
             every = "a controller" if self.every is None else self.every
             raise UsageError(

@@ -84,9 +84,9 @@ class StateSaves:
         if plannable(writer) and not captured.sharding:
             kept = int(strategy != "full")
             self._planned = PlannedSaves(captured, writer, settings.max_in_flight, predict=self._coded, kept=kept)
-        self._begun_with(writer, settings)
+        self._set_up(writer, settings)
 
-    def _begun_with(self, writer: Writer, settings: SaveSettings) -> None:
+    def _set_up(self, writer: Writer, settings: SaveSettings) -> None:
         """Set up what a subclass needs.
 
         Raises:

@@ -26,7 +26,7 @@ __all__ = [
     "Circumstances",
     "Strategy",
     "chosen",
-    "measured_rate",
+    "measure_rate",
     "predicted",
     "say",
     "spare_cores",
@@ -140,7 +140,7 @@ def spare_cores(models: Sequence[torch.nn.Module]) -> int:
     return cores // (int(beside) if beside.isdecimal() and int(beside) > 0 else 1) - busy
 
 
-def measured_rate(backend: Backend) -> float | None:
+def measure_rate(backend: Backend) -> float | None:
     """Measure how many bytes per second a medium stores durably; None: it cannot be measured.
 
     Writes a segment of at most 16 MiB, and deletes it. No record refers to it: if the process is killed, gc deletes it.

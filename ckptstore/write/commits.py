@@ -92,7 +92,7 @@ class Commits:
         if not change.checkpoints:
             return change
         try:
-            return self.retainer.joined(change)
+            return self.retainer.with_retirements(change)
         except CkptError as error:
             self._complain(error)
             return change

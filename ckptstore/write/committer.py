@@ -32,7 +32,7 @@ from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.commits import Commits
-from ckptstore.write.delta_encoding import Fed
+from ckptstore.write.delta_encoding import ArrivingState
 from ckptstore.write.deltas import Deltas
 from ckptstore.write.policy.orders import Order
 from ckptstore.write.saves.job import SaveJob
@@ -119,7 +119,7 @@ class Committer(Commits):
                 self._deltas.torn()
             raise
         job.done.set_result(info)
-        return kept and stage.snapshot is not None  # a fed state lies in memory of the deltas
+        return kept and stage.snapshot is not None  # an arriving state lies in memory of the deltas
 
     def _store_copied(self, job: SaveJob, stage: Stage, progress: Progress | None) -> bool:
         """Copy a step from training's own tensors and store it: the next step is compressed against the copy."""
@@ -138,11 +138,10 @@ class Committer(Commits):
         Tally(progress, stage.flat.nbytes).advance(stage.flat.nbytes)
         if job.interrupted:
             raise WriterClosedError(f"step {job.step} was not saved: interrupted")
-        if stage.snapshot is not None:
-            return self._add(stage.snapshot, stage.updates, job)
-        assert stage.feed is not None
-        self._add_fed(stage.feed, stage.updates, job)
-        return False
+        if stage.feed is not None:
+            return self._add_arriving(stage, stage.feed, job)
+        assert stage.snapshot is not None
+        return self._add(stage.snapshot, stage.updates, job)
 
     def _add(self, snapshot: Snapshot, updates: Sequence[Update], job: SaveJob) -> bool:
         """Compress a step, or store a full if one is due -> True: `snapshot` stays in memory."""
@@ -181,7 +180,7 @@ class Committer(Commits):
         self._diffs.begin(CheckpointId(self.log.number, job.step, info.state), base, info.stored, seconds)
         return True
 
-    def _add_fed(self, feed: Feed, updates: Sequence[Update], job: SaveJob) -> None:
+    def _add_arriving(self, stage: Stage, feed: Feed, job: SaveJob) -> bool:
         """As `_add`, for a step that arrives unit by unit: it replaces the previous step in memory."""
         diffs = self._in_order(job)
         order = diffs.order(self.log.catalog.restorable, job.step)
@@ -189,34 +188,27 @@ class Committer(Commits):
         if order is None or room is None:
             self.flush_in_time()
             diffs.restart()  # frees the memory of the previous step for the full
-            self._add_fed_full(feed.whole(lambda: self._snapshots.copy(feed.flat, self._blocks)), job)
-            return
+            stage.snapshot = feed.whole(lambda: self._snapshots.copy(feed.flat, self._blocks))
+            return self._add_full(stage.snapshot, job)
         try:
             if order.last and not diffs.waiting:
-                job.done.set_result(self._stream(Fed(feed, room), updates, job))
-                return
-            full = diffs.add_fed(Fed(feed, room), updates, job, order)
+                job.done.set_result(self._stream(ArrivingState(feed, room), stage.updates, job))
+                return False
+            full = diffs.add_arriving(ArrivingState(feed, room), stage.updates, job, order)
         except BecomesFullError as error:
+            stage.snapshot = error.snapshot
             self.flush_in_time()
-            self._add_fed_full(error.snapshot, job)
-            return
+            return self._add_full(error.snapshot, job)
         if full or not self._wait_at_most(diffs.options.seconds):
             self.flush_in_time()
+        return False
 
-    def _add_fed_full(self, snapshot: Snapshot, job: SaveJob) -> None:
-        try:
-            self._add_full(snapshot, job)
-        except BaseException:
-            if not job.done.done():
-                snapshot.free()
-            raise
-
-    def _stream(self, fed: Fed, updates: Sequence[Update], job: SaveJob) -> CheckpointInfo:
+    def _stream(self, arriving: ArrivingState, updates: Sequence[Update], job: SaveJob) -> CheckpointInfo:
         """Write and commit a step diff as it is compressed."""
         assert self._diffs is not None
         begun: list[str] = []
         try:
-            written = self._diffs.stream(self._session(begun, None), fed, updates, job)
+            written = self._diffs.stream(self._session(begun, None), arriving, updates, job)
             self.commit(CatalogChange(written.segments, written.checkpoints, written.encodings, tags=written.tags))
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):

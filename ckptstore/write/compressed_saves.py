@@ -98,7 +98,7 @@ class CompressedSaves(SavePath):
         progress: Progress | None,
     ) -> None:
         stage = Bounded(feeding.copy_of(flat), with_sparse_copies(found))
-        with stage.given(job):
+        with stage.handover(job):
             stage.run(job, lambda: self.submit(committer, job, stage, progress))
 
     def copied_updates(self, flat: FlatState, updates: Updates | None) -> tuple[Sequence[Update], Snapshot | None]:
@@ -132,7 +132,8 @@ class CompressedSaves(SavePath):
         if not job.start(final=self._with_diffs):
             return
         # Waiting steps are written with it. They belong to other calls, which an interrupt here must not stop.
-        if self._store(committer, job, stage, store if committer.waiting else in_scope(job.scope, store)):
+        kept = self._store(committer, job, stage, store if committer.waiting else in_scope(job.scope, store))
+        if kept and stage.feed is None:  # under a byte budget there is no memory for a second copy
             self._snapshots.kept(stage.flat)
 
     def prepare(self, flat: FlatState) -> None:

@@ -31,10 +31,10 @@ from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.capture.bounded_capture import Feed, Piece, Unit, Window
 
 __all__ = [
+    "ArrivingState",
     "Base",
     "Choices",
     "EncodedChunk",
-    "Fed",
     "Read",
     "TensorPlan",
     "append_tensor",
@@ -76,7 +76,7 @@ class Base(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class ArrivingState:
     """A state that training copies unit by unit.
 
     Attributes:
@@ -156,7 +156,7 @@ def write_packed(
     gap: int,
     choices: Choices,
     limit: int | None = None,
-    fed: Fed | None = None,
+    arriving: ArrivingState | None = None,
 ) -> WrittenState:
     """Compress `flat` against `base` into one or more packed segments and make them durable (COMMIT step 1).
 
@@ -167,14 +167,16 @@ def write_packed(
         gap: number of checkpoints between base and state; choices are kept separately by its magnitude.
         choices: the earlier choices of codecs; updated.
         limit: logical bytes per segment; None: the size that the medium prefers.
-        fed: how `flat` is copied unit by unit; None: it is read in place.
+        arriving: how `flat` is copied unit by unit; None: it is read in place.
 
     Raises:
         StorageError: the medium failed; the written segments are removed as far as possible.
-        UsageError: the budget of `fed` is too small.
+        UsageError: the budget of `arriving` is too small.
     """
     documents = partial(drafts, draft, flat.tree)
-    segments, tensors = write_coded(session, flat, documents, base=base, gap=gap, choices=choices, limit=limit, fed=fed)
+    segments, tensors = write_coded(
+        session, flat, documents, base=base, gap=gap, choices=choices, limit=limit, arriving=arriving
+    )
     parts = [(tensor.name, tensor.dtype, tensor.shape, tensor.hash) for tensor in tensors]
     state = checksums.state_hash(jsontext.dumps(flat.tree), parts)
     return WrittenState(segments, state, sum(tensor.nbytes for tensor in tensors), len(tensors))
@@ -189,14 +191,14 @@ def write_coded(
     gap: int,
     choices: Choices,
     limit: int | None = None,
-    fed: Fed | None = None,
+    arriving: ArrivingState | None = None,
 ) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
     """Compress the tensors of `flat`, whole tensors and shards, into packed segments and make them durable.
 
     Args:
         documents: makes the documents, without tensors, of a given number of segments.
         base: as for `write_packed`; it has the same shards under the same names.
-        session, flat, gap, choices, limit, fed: as for `write_packed`. The tree is not read.
+        session, flat, gap, choices, limit, arriving: as for `write_packed`. The tree is not read.
 
     Returns:
         the segments, and the entries of all tensors.
@@ -204,15 +206,15 @@ def write_coded(
     Raises:
         as `write_packed`.
     """
-    with nullcontext() if fed is None else fed.feed.reading():
+    with nullcontext() if arriving is None else arriving.feed.reading():
         plans = {plan.spec.name: plan for plan in choose_all(flat, base, gap, choices, session.workers)}
     written: list[SegmentEntry] = []
     entries: list[TensorEntry] = []
     most = session.backend.segment_bytes if limit is None else limit
     divided = [[plans[spec.name] for spec in part] for part in split([plan.spec for plan in plans.values()], most)]
     windows = None
-    if fed is not None:
-        windows = fed.feed.windows([unit for own in divided for unit in units_of(own, flat, fed.room)])
+    if arriving is not None:
+        windows = arriving.feed.windows([unit for own in divided for unit in units_of(own, flat, arriving.room)])
     for doc, own in zip(documents(len(divided)), divided, strict=True):
         with closing(code_all(own, flat, base, session.workers, digests=True, windows=windows)) as coded:
             entry, tensors = _write_segment(session, doc, own, coded)

@@ -24,7 +24,7 @@ from ckptstore.segments.plain_segments import WrittenState, write_full
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import HostTensor, Snapshot, SnapshotPool
-from ckptstore.write.delta_encoding import Base, Choices, Fed, write_packed
+from ckptstore.write.delta_encoding import ArrivingState, Base, Choices, write_packed
 from ckptstore.write.policy.delta_options import DeltaOptions
 from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.policy.orders import Order
@@ -108,14 +108,16 @@ class Deltas:
 
         def store(order: Order, base: Base | None) -> WrittenState:
             encoding = StepEncoding(self._draft.term, order.kind, order.base, moment)
-            return self._store(session, state, replace(self._draft, encodings={step: encoding}), base, order.gap, fed)
+            return self._store(
+                session, state, replace(self._draft, encodings={step: encoding}), base, order.gap, arriving
+            )
 
         order, base = self._order(restorable, step)
         state: FlatState = flat
-        fed: Fed | None = None
+        arriving: ArrivingState | None = None
         if feed is not None:
-            fed = None if order.base is None else self._bases.receive(order, feed, follow=False)
-            if fed is None:
+            arriving = None if order.base is None else self._bases.receive(order, feed, follow=False)
+            if arriving is None:
                 # A full needs no base, and takes the memory of the old one.
                 self.policy.forget_bases()
                 state = self._bases.receive_whole(feed).flat
@@ -159,13 +161,13 @@ class Deltas:
         draft: SegmentDoc,
         base: Base | None,
         gap: int,
-        fed: Fed | None,
+        arriving: ArrivingState | None,
     ) -> WrittenState:
         if isinstance(flat, MappedState) and (direct := write_direct(session, flat, draft)) is not None:
             return direct
         if base is None and not self._options.compress_fulls:
             return write_full(session, flat, draft)
-        return write_packed(session, flat, draft, base=base, gap=gap, choices=self._choices, fed=fed)
+        return write_packed(session, flat, draft, base=base, gap=gap, choices=self._choices, arriving=arriving)
 
     @staticmethod
     def encoding(written: WrittenState, node: tuple[int, int], order: Order) -> Encoding:

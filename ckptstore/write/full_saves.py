@@ -86,7 +86,7 @@ class FullSaves(SavePath):
         """See `SavePath.begin`. Raises the error of the copy."""
         del updates
         stage = Bounded(self.memory.copy_of(flat, ended=lambda: committer.ended))
-        with stage.given(job):
+        with stage.handover(job):
             with self._lock:
                 self._copied.add(stage)
             try:

@@ -24,7 +24,7 @@ class LocalWriter(SaveCalls):
 
     def _wait(self) -> None:
         """See `Writer.wait`."""
-        self._told(self._committer.flush_in_time)
+        self._run_in_committer(self._committer.flush_in_time)
         self._failures.raise_unseen()
 
     def _poll(self) -> None:
@@ -38,14 +38,14 @@ class LocalWriter(SaveCalls):
     def _tag(self, name: str, ref: str) -> CheckpointInfo:
         """See `Writer.tag`."""
         committer = self._committer
-        return self._told(lambda: committer.tag(name, ref))
+        return self._run_in_committer(lambda: committer.tag(name, ref))
 
     def _untag(self, name: str) -> None:
         """See `Writer.untag`."""
         committer = self._committer
-        self._told(lambda: committer.untag(name))
+        self._run_in_committer(lambda: committer.untag(name))
 
-    def _told(self, work: Callable[[], _T]) -> _T:
+    def _run_in_committer(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the committer's thread -> its result. An error raised here is not raised by a later call."""
         try:
             return self._submit(work).result()

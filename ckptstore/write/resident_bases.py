@@ -14,7 +14,7 @@ from ckptstore.host.threads import Workers
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.delta_encoding import Fed
+from ckptstore.write.delta_encoding import ArrivingState
 from ckptstore.write.policy.orders import Order
 
 __all__ = ["MemoryBase", "ResidentBases"]
@@ -77,7 +77,7 @@ class ResidentBases:
         self._workers = workers
         self._reopen = reopen
         self._bases: dict[CheckpointId, MemoryBase | StoredBase] = {}
-        self._fed: Snapshot | None = None  # receives the state that is copied unit by unit
+        self._receiver: Snapshot | None = None  # receives the state that is copied unit by unit
 
     def ids(self) -> list[CheckpointId]:
         """The identities of the bases."""
@@ -87,7 +87,7 @@ class ResidentBases:
         """The base of this identity; None: there is none."""
         return self._bases.get(identity)
 
-    def receive(self, order: Order, feed: Feed, *, follow: bool) -> Fed | None:
+    def receive(self, order: Order, feed: Feed, *, follow: bool) -> ArrivingState | None:
         """Provide memory for a state that is copied unit by unit and compressed against `order.base`.
 
         The state replaces the base, unit by unit, if nothing needs the base afterwards. If anything fails before
@@ -105,25 +105,25 @@ class ResidentBases:
         base = self._bases[order.base]
         if isinstance(base, MemoryBase):
             if not order.keep:
-                return Fed(feed, None)
+                return ArrivingState(feed, None)
             found = base.snapshot.room(feed.flat) if order.base in order.forget else None
             if found is not None:
-                self._fed = base.snapshot.turned(feed.flat, found)
-                return Fed(feed, found)
+                self._receiver = base.snapshot.turned(feed.flat, found)
+                return ArrivingState(feed, found)
             if order.base not in order.forget or follow:
-                self._fed = self._snapshots.empty(feed.flat)
-                return Fed(feed, self._fed.room(feed.flat))
+                self._receiver = self._snapshots.empty(feed.flat)
+                return ArrivingState(feed, self._receiver.room(feed.flat))
         return None
 
     def receive_whole(self, feed: Feed) -> Snapshot:
         """Copy the whole state of a feed at once, for a full. It takes the memory of the bases, which are dropped."""
         self.clear()
-        self._fed = feed.whole(lambda: self._snapshots.copy(feed.flat, self._workers.pool))
-        return self._fed
+        self._receiver = feed.whole(lambda: self._snapshots.copy(feed.flat, self._workers.pool))
+        return self._receiver
 
     def discard(self) -> bool:
         """Drop every base, because a received state is not committed -> False: no state was being received."""
-        if self._fed is None:
+        if self._receiver is None:
             return False
         self.clear()
         return True
@@ -141,7 +141,7 @@ class ResidentBases:
         Raises:
             MemoryError, StorageError: it cannot be kept. Then every base must be dropped (`clear`).
         """
-        received, self._fed = self._fed, None
+        received, self._receiver = self._receiver, None
         if order.base is None:
             # Prevents: a base that stays forever on a rank that gave a step up: rank 0 has dropped its own by then, and
             # never names it again.
@@ -166,7 +166,7 @@ class ResidentBases:
 
     def clear(self) -> None:
         """Drop every base, and a state that is being received."""
-        received, self._fed = self._fed, None
+        received, self._receiver = self._receiver, None
         if received is not None:
             received.free()
         self.forget()

@@ -58,7 +58,7 @@ class Retainer:
         """Examine all checkpoints next time: something other than a save has changed the log, or a commit failed."""
         self._keeping = None
 
-    def joined(self, change: CatalogChange) -> CatalogChange:
+    def with_retirements(self, change: CatalogChange) -> CatalogChange:
         """A change that adds checkpoints, extended by the retirement of those that it makes superfluous.
 
         Raises:
@@ -71,7 +71,7 @@ class Retainer:
             return change
         for entry in change.checkpoints:
             keeping.add(entry)
-        return self._retiring(change, keeping.superfluous(self._catalog(), change.tags, most=_AT_ONCE))
+        return self._add_retirements(change, keeping.superfluous(self._catalog(), change.tags, most=_AT_ONCE))
 
     def rest(self) -> CatalogChange | None:
         """A change that retires more superfluous checkpoints: at most one record, as a save may wait for this thread.
@@ -82,11 +82,11 @@ class Retainer:
         keeping = self._current()
         if keeping is None:
             return None
-        change = self._retiring(CatalogChange(), keeping.superfluous(self._catalog(), most=_AT_ONCE))
+        change = self._add_retirements(CatalogChange(), keeping.superfluous(self._catalog(), most=_AT_ONCE))
         return change if change.retires else None
 
     def committed(self) -> None:
-        """Note that the last change of `joined` or `rest` is committed."""
+        """Note that the last change of `with_retirements` or `rest` is committed."""
         self._released.clear()
 
     def pinned(self) -> str | None:
@@ -136,7 +136,8 @@ class Retainer:
         """Whether there is a tracker of the catalog's rules, which are known then."""
         return self._keeping is not None and self._keeping.rules == catalog.keep
 
-    def _retiring(self, change: CatalogChange, superfluous: Sequence[Node]) -> CatalogChange:
+    def _add_retirements(self, change: CatalogChange, superfluous: Sequence[Node]) -> CatalogChange:
+        """`change`, extended by the retirement of `superfluous` checkpoints and of bases that are not needed now."""
         catalog = self._catalog()
         # A checkpoint that this change adds is committed first; the next change may retire it.
         gone = [node for node in superfluous if node in catalog.checkpoints and self.settled(node)]

@@ -39,7 +39,7 @@ class SaveCalls(WriterRuntime):
         """See `Writer.save`."""
         committer, job, flat = self._job(state, step, labels, updates, scope=Scope())
         try:
-            with self._given(job):
+            with self._give_up_on_error(job):
                 self._path.save(committer, job, flat, updates, progress)
             return job.result()
         except BaseException as error:
@@ -53,7 +53,7 @@ class SaveCalls(WriterRuntime):
         """See `Writer.save_async`."""
         committer, job, flat = self._job(state, step, labels, updates)
         try:
-            with self._given(job):
+            with self._give_up_on_error(job):
                 job.measured.waited += self._enter(job)
                 self._path.begin(committer, job, flat, updates)
             return self._pending(committer, job)
@@ -94,7 +94,7 @@ class SaveCalls(WriterRuntime):
         committer, job, _ = self._job(snapshot.flat, step_number(step), labels, None, began=began)
         job.measured.waited = waited
         try:
-            with self._given(job):
+            with self._give_up_on_error(job):
                 self._path.adopt(committer, job, Copies(snapshot, updates, gradients))
             return self._pending(committer, job)
         finally:
@@ -109,14 +109,14 @@ class SaveCalls(WriterRuntime):
 
     def _begin_layers(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool) -> LayeredSave:
         """See `Writer.begin`."""
-        committer, job, flat = self._admitted(state, step, Labels(), None)
+        committer, job, flat = self._admit(state, step, Labels(), None)
 
         def submit(now: FlatState, labels: Labels, updates: Updates | None) -> PendingSave:
             self._begun = None
             job.labels = labels
             job.begin(self._meter.begin(now, job.step, time.monotonic()))
             try:
-                with self._given(job):
+                with self._give_up_on_error(job):
                     self._check_open()
                     self._explaining.remark_unused(updates)
                     self._path.adopt(committer, job, Copies(snapshot, *self._path.copied_updates(now, updates)))
@@ -124,7 +124,7 @@ class SaveCalls(WriterRuntime):
             finally:
                 job.measured.returned()
 
-        with self._given(job):
+        with self._give_up_on_error(job):
             self._enter(job)
             checked_layers(flat, layers)
             if self._layer_pool is None:
@@ -182,11 +182,11 @@ class SaveCalls(WriterRuntime):
         """
         began = time.monotonic() if began is None else began
         self._explaining.remark_unused(updates)
-        committer, job, flat = self._admitted(state, step, labels, scope)
+        committer, job, flat = self._admit(state, step, labels, scope)
         job.begin(self._meter.begin(flat, step, began))
         return committer, job, flat
 
-    def _admitted(
+    def _admit(
         self, state: Any, step: int, labels: Labels, scope: Scope | None
     ) -> tuple[Committer, SaveJob, FlatState]:
         self._check_open()
@@ -214,7 +214,7 @@ class SaveCalls(WriterRuntime):
         return waited
 
     @contextmanager
-    def _given(self, job: SaveJob) -> Iterator[None]:
+    def _give_up_on_error(self, job: SaveJob) -> Iterator[None]:
         """Begin a save within this ``with``. If that fails, the save is given up, unless its commit has begun."""
         try:
             yield

@@ -54,7 +54,7 @@ class SavePath(ABC):
 
     def adopt(self, committer: Committer, job: SaveJob, copies: Copies) -> None:
         """Have a state made durable that the caller has copied. Its memory is freed then, also if this raises."""
-        with copies.given(job):
+        with copies.handover(job):
             self.submit(committer, job, copies)
 
     @abstractmethod

@@ -21,7 +21,7 @@ class Stage:
     Attributes:
         flat: the state.
         updates: what the optimizers did to reach it.
-        snapshot: the snapshot that holds the state; None: the state is not a copy.
+        snapshot: the snapshot that holds the whole state; None: there is none, or none yet.
         feed: provides its units, each once it is copied; None: the whole state can be read.
     """
 
@@ -45,6 +45,8 @@ class Stage:
 
     def let_go(self, *, kept: bool = False) -> None:
         """Free the memory of the state, which nothing reads any more, but not that of the snapshot if it is `kept`."""
+        if self.snapshot is not None and not kept:
+            self.snapshot.free()
 
     def belongs_to(self, job: SaveJob) -> None:
         """Have the state freed if `job` is given up before another thread starts it.
@@ -62,8 +64,8 @@ class Stage:
         job.stops_with(stopped)
 
     @contextmanager
-    def given(self, job: SaveJob) -> Iterator[None]:
-        """Pass the state to another thread for `job`, to which it belongs from now on.
+    def handover(self, job: SaveJob) -> Iterator[None]:
+        """Pass the state to another thread within this ``with``. From now on it belongs to `job`.
 
         If this ``with`` raises, the job is given up, or another thread has ended it.
         """
@@ -81,7 +83,12 @@ class InPlace(Stage):
 
 
 class Copies(Stage):
-    """A copied state, and copies of the gradients of its updates."""
+    """A copied state, and copies of the gradients of its updates.
+
+    Attributes:
+        state: the copy.
+        gradients: holds the gradients that `updates` refers to; None: there are none.
+    """
 
     def __init__(self, state: Snapshot, updates: Sequence[Update] = (), gradients: Snapshot | None = None) -> None:
         """
@@ -91,25 +98,27 @@ class Copies(Stage):
         """
         super().__init__(state.flat, updates)
         self.state = self.snapshot = state
-        self._gradients = gradients
+        self.gradients = gradients
 
     def arrive(self) -> None:
         """See `Stage.arrive`."""
         self.state.arrive()
-        if self._gradients is not None:
-            self._gradients.arrive()
+        if self.gradients is not None:
+            self.gradients.arrive()
 
     def let_go(self, *, kept: bool = False) -> None:
         """See `Stage.let_go`."""
         self.state.land()
-        if self._gradients is not None:
-            self._gradients.free()
-        if not kept:
-            self.state.free()
+        if self.gradients is not None:
+            self.gradients.free()
+        super().let_go(kept=kept)
 
 
 class Bounded(Stage):
-    """A state that its caller copies unit by unit, under a byte budget, as another thread stores it."""
+    """A state that its caller copies unit by unit, under a byte budget, as another thread stores it.
+
+    That thread sets `snapshot` to the memory that all of the state has arrived in, if a later state builds on it.
+    """
 
     def __init__(self, copy: UnitCopy, updates: Sequence[Update] = ()) -> None:
         super().__init__(copy.flat, updates)
@@ -131,5 +140,5 @@ class Bounded(Stage):
 
     def let_go(self, *, kept: bool = False) -> None:
         """See `Stage.let_go`."""
-        del kept
         self._copy.finish()
+        super().let_go(kept=kept)

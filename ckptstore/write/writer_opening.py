@@ -63,7 +63,7 @@ def open_writer(
     if environment is not None:
         about["environment"] = dict(environment)
     about["asked"] = parent is not None
-    with _closed_if_raised() as begun, WarningsLast():
+    with _end_term_on_error() as begun, WarningsLast():
         term, info = _begin(journal, _parent_chooser(parent, after, anything=True), about, opener)
         begun.append(term)
         _note_rules(term, options.keep)
@@ -97,7 +97,7 @@ def _began_again(
     journal: Journal, ref: str | int | CheckpointInfo | None, after: int, about: Mapping[str, Any], opener: Opener
 ) -> tuple[Term, CheckpointInfo | None]:
     """Begin a term that goes back to an earlier checkpoint."""
-    with _closed_if_raised() as begun:
+    with _end_term_on_error() as begun:
         term, info = _begin(journal, _parent_chooser(ref, after), about, opener)
         begun.append(term)
         _warn(term, asked=True)
@@ -105,7 +105,7 @@ def _began_again(
 
 
 @contextlib.contextmanager
-def _closed_if_raised() -> Iterator[list[Term]]:
+def _end_term_on_error() -> Iterator[list[Term]]:
     """A list for a term: if a warning stops its opener, note in the log that the term ended without losing a step."""
     begun: list[Term] = []
     try:
@@ -152,7 +152,7 @@ class TermOpener:
             as `open_writer`; `FencedError` if a newer term than `after` exists.
         """
         about = {**self._about, "asked": parent is not None}
-        with _closed_if_raised() as begun, WarningsLast():
+        with _end_term_on_error() as begun, WarningsLast():
             term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), about)
             begun.append(term)
             _note_rules(term, self._keep)

@@ -72,14 +72,14 @@ class WriterOptions:
         whole("max_in_flight", self.max_in_flight, 1, _MOST_IN_FLIGHT)
         if self.memory is not None:
             Arenas(whole("memory", self.memory, 0, MOST_BYTES))
-            self._check_fed()
+            self._check_memory_options()
         if self.on_metrics is not None and not callable(self.on_metrics):
             raise UsageError(f"on_metrics: {self.on_metrics!r}; it takes a function of one SaveMetrics")
         if self.keep is not None:
             object.__setattr__(self, "keep", checked(self.keep))
         object.__setattr__(self, "poll_seconds", seconds("poll_seconds", self.poll_seconds, above=True))
 
-    def _check_fed(self) -> None:
+    def _check_memory_options(self) -> None:
         if self.deltas is not None and self.diffs is not None:
             raise UsageError("memory: with deltas or with diffs, but not with both: each keeps a state of its own")
         if self.deltas is not None and self.deltas.memory is not None:

@@ -25,6 +25,7 @@ from ckptstore.agent.client import agent_link
 from ckptstore.agent.client.agent_launch import find_agent
 from ckptstore.agent.client.process_state import state_of, stopped
 from ckptstore.agent.protocol.agent_address import AgentAddress
+from tests import warmth
 from tests.agent.inside import answers
 from tests.agent.lives import ROOT, advance, alive, begun, kill, truth, until
 
@@ -279,13 +280,8 @@ with Checkpointer(url, model=net, optimizer=adam, strategy="full", agent=True, o
 def test_one_ctrl_c_ends_the_wait_of_a_trainer(tmp_path: Path) -> None:
     """A real training script whose agent is stopped: a warning after 5 s, then one Ctrl-C."""
     pytest.importorskip("torch")
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", _LOOP, "raise", tmp_path / "s"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", _LOOP, "raise", str(tmp_path / "s")]
+    trainer = warmth.start(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     assert trainer.stderr is not None
     words = iter(trainer.stdout.readline, "")
@@ -315,13 +311,8 @@ link.LOOK_SECONDS, link.SAID_SECONDS, link.PATIENT_SECONDS = 0.1, 0.5, 2.0
 @pytest.mark.parametrize("how", ["raise", "warn"])
 def test_a_training_step_follows_on_error(tmp_path: Path, how: str) -> None:
     pytest.importorskip("torch")
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", _HURRIED + _LOOP, how, tmp_path / "s"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", _HURRIED + _LOOP, how, str(tmp_path / "s")]
+    trainer = warmth.start(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     assert trainer.stderr is not None
     words = iter(trainer.stdout.readline, "")

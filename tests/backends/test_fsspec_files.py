@@ -106,6 +106,7 @@ def test_where_links_do_not_work_files_are_opened_exclusively(tmp_path: Path, fi
     assert ckptstore.open(tmp_path / "run").load()["step"] == 1
 
 
+@pytest.mark.usefixtures("haste")
 def test_a_slot_that_could_not_be_written_was_never_sent(tmp_path: Path) -> None:
     """It fails before the object has its name, so the term continues, and nobody finds half a slot."""
 

@@ -17,8 +17,11 @@ import pytest
 import ckptstore
 from ckptstore.formats.history.record_text import torn
 from ckptstore.log import partial_objects
+from tests import warmth
 from tests.backends.test_fsspec_files import Linkless, LocalFileSystem
 from tests.forms import short_or
+
+pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
 
 _WRITER = """
 import sys, time
@@ -45,7 +48,7 @@ def test_kills_lose_nothing_that_was_acknowledged(tmp_path: Path, kind: str) -> 
     filesystem = {"linkless": Linkless, "links": LocalFileSystem}[kind](skip_instance_cache=True)
     for _ in range(short_or(4, 40)):
         command = [sys.executable, "-c", _WRITER, str(tmp_path / "run"), kind, parent, str(step)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        with warmth.start(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
             assert writer.stdout.readline() == "open\n"
             time.sleep(rng.uniform(0.0, 0.15))

@@ -68,7 +68,7 @@ def wait_until_mute(proxy: FaultProxy, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.02)
-    time.sleep(0.3)  # others of its threads ask, too
+    time.sleep(0.1)  # others of its threads ask, too
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -161,7 +161,7 @@ import sys
 import numpy as np
 import ckptstore
 from ckptstore.host import interpreter_exit
-interpreter_exit.SILENT_SECONDS = 0.5
+interpreter_exit.SILENT_SECONDS = 0.1
 with ckptstore.open(sys.argv[1]).writer(poll_seconds=None) as writer:
     print("saved 2", flush=True)
     sys.stdin.readline()
@@ -217,12 +217,12 @@ def go_on_mute(proxy: FaultProxy, process: subprocess.Popen[str]) -> None:
 
 
 def interrupted_read(source: SegmentSource, proxy: FaultProxy) -> bytearray:
-    """The buffer of a read that was interrupted before its answer, which arrives within a second."""
+    """The buffer of a read that was interrupted before its answer, which arrives after 0.6 s."""
     for _ in range(10):  # on a stalled machine the answer may arrive before the alarm
-        proxy.rules([Rule("slow", "range", seconds=1.0)])
+        proxy.rules([Rule("slow", "range", seconds=0.6)])
         out = bytearray(1000)
         try:
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
             source.read_into(0, memoryview(out))
             signal.setitimer(signal.ITIMER_REAL, 0)
         except KeyboardInterrupt:
@@ -240,7 +240,7 @@ def test_an_abandoned_read_writes_to_no_memory(s3: Server, proxy: FaultProxy, ur
     try:
         with store.backend.open_source(key) as source:
             out = interrupted_read(source, proxy)
-            time.sleep(1.5)
+            time.sleep(0.8)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -250,7 +250,7 @@ def test_an_abandoned_read_writes_to_no_memory(s3: Server, proxy: FaultProxy, ur
 
 def test_a_save_gives_up_in_time(s3: Server, proxy: FaultProxy, url: str) -> None:
     """Without the option each of many requests waits for 20 s, and is sent again."""
-    options = options_for(proxy.port) | {"timeout": 1.0}
+    options = options_for(proxy.port) | {"timeout": 0.5}
     writer = ckptstore.open(url, storage_options=options).writer(poll_seconds=None)
     proxy.rules([Rule("stall", name, seconds=SILENCE) for name in ("create", "head", "get", "range")])
     began = time.monotonic()

@@ -111,6 +111,7 @@ def test_a_server_that_fails_is_no_damage_either(store: ckptstore.Store, proxy: 
     assert not report.lost
 
 
+@pytest.mark.usefixtures("haste")
 def test_a_commit_that_is_looked_up_short_is_in_doubt_and_nobody_is_fenced(
     store: ckptstore.Store, proxy: FaultProxy
 ) -> None:

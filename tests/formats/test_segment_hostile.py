@@ -33,10 +33,10 @@ PACKED = [name for name in SEGMENTS if name.startswith("packed")]
 
 
 def sampled(places: range, name: str) -> Iterable[int]:
-    """Both ends and 1,000 places between, others for each name; all with ``CKPTSTORE_TESTS=long``."""
-    if len(places) <= 1000 or LONG:
+    """Both ends and 500 places between, others for each name; all with ``CKPTSTORE_TESTS=long``."""
+    if len(places) <= 500 or LONG:
         return places
-    return {places[0], places[-1], *random.Random(name).sample(places, 1000)}
+    return {places[0], places[-1], *random.Random(name).sample(places, 500)}
 
 
 def read(data: bytes, size: int | None = None) -> SegmentDoc:
@@ -102,7 +102,7 @@ def test_a_change_of_any_byte_is_noticed(name: str) -> None:
 def test_a_change_of_any_header_byte_is_survived_without_the_hash(name: str) -> None:
     data = SEGMENTS[name]
     text_end = len(data[: header_length(data, len(data), name)].rstrip(b" ")) + 2
-    for place in range(text_end):
+    for place in sampled(range(text_end), name):
         value = (data[place] ^ 1 << place % 8, ord('"'), ord("9"))[place % 3]
         try_to_read(data[:place] + bytes([value]) + data[place + 1 :])
 

@@ -53,7 +53,7 @@ ENDS = {
 def run(code: str, path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", BEGIN + code, str(path), *arguments]
     environment = {**os.environ, "CKPTSTORE_KERNELS": "numpy"}
-    return warmth.nursery().run(command, cwd=ROOT, env=environment, timeout=120)
+    return warmth.nursery().run(command, cwd=ROOT, env=environment, timeout=120, teardown=True)
 
 
 def check(path: Path, steps: list[int]) -> ckptstore.Store:

@@ -171,6 +171,7 @@ def state(step: int) -> dict[str, Any]:
     return {"w": np.full(3000, step, "<f4")}
 
 
+@pytest.mark.usefixtures("haste")
 def test_a_medium_without_inodes_ends_no_writer(mount: Callable[[str], Path]) -> None:
     place = mount("size=50m,nr_inodes=14")
     store = ckptstore.open(place / "s")
@@ -191,6 +192,7 @@ def test_a_medium_without_inodes_ends_no_writer(mount: Callable[[str], Path]) ->
     assert [info.step for info in store.checkpoints()] == saved
 
 
+@pytest.mark.usefixtures("haste")
 def test_a_medium_that_is_read_only_for_a_while_ends_no_writer(mount: Callable[[str], Path]) -> None:
     place = mount("size=50m")
     store = ckptstore.open(place / "s")

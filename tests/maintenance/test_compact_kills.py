@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,9 +14,12 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, RestoreBound, Store
+from tests import warmth
 from tests.forms import short_or
 from tests.maintenance.test_compaction import check, save
 from tests.maintenance.test_prune_kills import every_kill, killed_at
+
+pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
 
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))
 KEPT = [4, 8, 9, 10, 11, 14]
@@ -100,9 +102,7 @@ def test_a_requester_of_a_live_writer(fresh: Callable[[], Path], point: str) -> 
     with store.writer(deltas=CHAIN, poll_seconds=0.02) as writer:
         command = [sys.executable, "-c", "from ckptstore.cli.main import main; main()", "compact", str(root)]
         environment = {**os.environ, "CKPTSTORE_CRASH_AT": point}
-        died = subprocess.run(
-            [*command, "--max-depth", "1"], env=environment, capture_output=True, timeout=60, check=False
-        )
+        died = warmth.nursery().run([*command, "--max-depth", "1"], env=environment, timeout=60)
         assert died.returncode == -signal.SIGKILL, died.stderr
         end = time.monotonic() + 120
         while store.backend.list("req/") and time.monotonic() < end:

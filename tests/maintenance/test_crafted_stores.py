@@ -87,7 +87,7 @@ KINDS: dict[str, Callable[[ckptstore.Store], None]] = {
     "shards": _shards,
     "one shard": _steps,
 }
-TRIALS = int(os.environ.get("CRAFTED_TRIALS", short_or(10, 20)))
+TRIALS = int(os.environ.get("CRAFTED_TRIALS", short_or(6, 20)))
 """Changes of each kind for each store; a campaign sets more, and CRAFTED_SEED."""
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +17,7 @@ from ckptstore.errors import UsageError
 from ckptstore.maintenance.compact import move_execution
 from tests.forms import long_only
 from tests.maintenance.test_compaction import CHAIN, check, save, state
+from tests.maintenance.test_prune_kills import killed_at
 from tests.store.states import same
 from tests.write.trainer import Trainer
 
@@ -104,13 +101,13 @@ def test_it_pauses_while_a_save_is_in_flight(
         on_its_way.set()
         ends = [store.view().end]
         while len(ends) < 5 or len(set(ends[-4:])) > 1:  # the move in progress is made
-            time.sleep(0.5)
+            time.sleep(0.2)
             ends.append(store.view().end)
         assert store.view().catalog.held  # three moves would free all
         before = ends[-1]
         begun.ready("all")
         begun.finish(changing).result()
-        assert until_done(told).stood_still > 0.5
+        assert until_done(told).stood_still > 0.2
         assert store.view().end > before + 1
         assert metrics.get(timeout=LONG).step == 25
     assert store.verify().ok
@@ -180,19 +177,6 @@ def test_closing_gives_up_what_is_half_done(store: Store) -> None:
     assert {key.rpartition("/")[2] for key in store.backend.list("seg/")} == named
 
 
-SCRIPT = """
-import sys, time
-import ckptstore
-from tests.maintenance.test_idle_compaction import RULES
-from tests.maintenance.test_compaction import CHAIN, save
-store = ckptstore.open(sys.argv[1])
-options = ckptstore.CompactOptions(bandwidth=None, every=0.05)
-with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None, compact=options) as writer:
-    save(writer, range(1, 35))
-    time.sleep(100)
-"""
-
-
 @pytest.mark.parametrize(
     "point",
     [
@@ -201,16 +185,16 @@ with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None, compact=options) 
         "compact.committed",
     ],
 )
-def test_killed_at_any_step_of_a_move(store: Store, tmp_path: Path, point: str) -> None:
-    environment = {**os.environ, "CKPTSTORE_CRASH_AT": point, "PYTHONPATH": str(Path.cwd())}
-    died = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "store")],
-        env=environment,
-        capture_output=True,
-        timeout=2 * LONG,
-        check=False,
-    )
-    assert died.returncode == -signal.SIGKILL, died.stderr
+def test_killed_at_any_step_of_a_move(store: Store, point: str) -> None:
+    options = CompactOptions(bandwidth=None, every=0.05)
+
+    def train() -> None:
+        own = ckptstore.open(store.url)
+        with own.writer(deltas=CHAIN, keep=RULES, poll_seconds=None, compact=options) as writer:
+            save(writer, range(1, 35))
+            time.sleep(LONG)
+
+    assert killed_at(point, 1, train)
     for pin in store.backend.list("pins/"):
         store.backend.delete(pin)
     kept = [info.step for info in store.checkpoints()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,33 @@ from tests.write.trainer import LARGE, fill
 KINDS: dict[str, dict[str, Any]] = {"dense": {}, "none": {"gradients": False}, "sparse": {"keep": 0.02}}
 
 
+Fill = Callable[..., tuple[Store, dict[int, Any]]]
+
+
+@pytest.fixture(scope="module")
+def origins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[int, Any]]]:
+    """Stores by what fills them. To be copied."""
+    return {}
+
+
+@pytest.fixture
+def filled(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, origins: dict[str, tuple[Path, dict[int, Any]]]
+) -> Fill:
+    """`fill`, which trains once for each kind of store: the test gets a copy."""
+
+    def made(steps: int, **how: Any) -> tuple[Store, dict[int, Any]]:
+        kind = repr((steps, how))
+        if kind not in origins:
+            root = tmp_path_factory.mktemp("filled") / "store"
+            _, truth = fill(root, DiffOptions(batch=4), steps, **how)
+            origins[kind] = root, truth
+        root, truth = origins[kind]
+        return ckptstore.open(shutil.copytree(root, tmp_path / "store")), truth
+
+    return made
+
+
 def check(store: Store, truth: dict[int, Any], steps: list[int]) -> None:
     """Exactly these steps exist, they restore, and no byte is damaged; then once more after gc."""
     for _ in range(2):
@@ -34,8 +63,8 @@ def check(store: Store, truth: dict[int, Any], steps: list[int]) -> None:
 
 
 @pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
-def test_batches_become_one_segment(tmp_path: Path, how: dict[str, Any]) -> None:
-    store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14, **how)
+def test_batches_become_one_segment(filled: Fill, how: dict[str, Any]) -> None:
+    store, truth = filled(14, **how)
     before = {info.step: info.stored for info in store.checkpoints()}
     described = store.describe(13)
     digests = {
@@ -59,8 +88,8 @@ def test_batches_become_one_segment(tmp_path: Path, how: dict[str, Any]) -> None
     assert store.checkpoint(5).kind == "gradient"
 
 
-def test_batches_across_the_ends_of_the_range_stay(tmp_path: Path) -> None:
-    store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14)  # 1, 2-5, 6-9, 10-13, 14
+def test_batches_across_the_ends_of_the_range_stay(filled: Fill) -> None:
+    store, truth = filled(14)  # 1, 2-5, 6-9, 10-13, 14
     with pytest.raises(UsageError, match="share their segments with checkpoints outside"):
         merge(store.journal, "3..8", keep_steps=True, take_over=True)
     done = merge(store.journal, "4..14", keep_steps=True, take_over=True)
@@ -70,9 +99,9 @@ def test_batches_across_the_ends_of_the_range_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "last"), in_turn(list(KINDS), [5, 13, 14], each=2))
-def test_the_end_of_the_range_stays(tmp_path: Path, kind: str, last: int) -> None:
+def test_the_end_of_the_range_stays(filled: Fill, kind: str, last: int) -> None:
     how = KINDS[kind]
-    store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 16, sizes=LARGE, **how)
+    store, truth = filled(16, sizes=LARGE, **how)
     planned = merge(store.journal, f"1..{last}", dry_run=True)
     done = merge(store.journal, f"1..{last}", take_over=True)
     assert (done.answer, done.method) == ("accepted", planned.method)
@@ -90,9 +119,9 @@ def test_the_end_of_the_range_stays(tmp_path: Path, kind: str, last: int) -> Non
     check(store, truth, [1, *range(last, 17)])
 
 
-def test_a_segment_shared_with_later_steps_stays_until_they_go(tmp_path: Path) -> None:
+def test_a_segment_shared_with_later_steps_stays_until_they_go(filled: Fill) -> None:
     """The range ends within a batch: the steps after it need the segment."""
-    store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14)
+    store, truth = filled(14)
     shared = store.describe(8)[-1][0].key
     done = merge(store.journal, "2..8", take_over=True)
     assert done.method == "materialized"
@@ -103,9 +132,9 @@ def test_a_segment_shared_with_later_steps_stays_until_they_go(tmp_path: Path) -
     check(store, truth, [1, 14])
 
 
-def test_deltas_and_gradients_in_one_segment(tmp_path: Path) -> None:
+def test_deltas_and_gradients_in_one_segment(filled: Fill) -> None:
     """Entries that were materialized before are copied beside steps: each entry names its encoding."""
-    store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14)
+    store, truth = filled(14)
     assert merge(store.journal, "2..9", take_over=True).method == "materialized"
     done = merge(store.journal, "1..14", keep_steps=True, take_over=True)
     assert done.merged == ("9@1", "10@1", "11@1", "12@1", "13@1", "14@1")

@@ -196,6 +196,7 @@ class TestWriters:
         assert again.rules() == ()
         check(again, [*promised(range(1, 20)), 20, 21, 22, 23])
 
+    @pytest.mark.usefixtures("haste")
     def test_a_save_that_failed_counts_for_nothing(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         with store.writer(keep=["last:2", "best:loss:1"], poll_seconds=None) as writer:
             save(writer, range(1, 5))

@@ -19,8 +19,10 @@ from ckptstore.host import crash_points
 from tests import warmth
 from tests.forms import LONG
 from tests.maintenance.stores import broken, flip, grown, states
-from tests.maintenance.test_prune_kills import killed_at
+from tests.maintenance.test_prune_kills import killed_at, passed
 from tools.objects.server import Server
+
+pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +45,10 @@ def damaged(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return broken(source, tmp_path_factory.mktemp("upkeep") / "damaged", damage)
 
 
-def passed(work: Callable[[Path], object], place: Path) -> list[str]:
-    """The points that `work` passes, in the order of the register."""
-    found: set[str] = set()
-    work(place / "first")  # imports what it needs
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("ckptstore.") and name != crash_points.__name__ and hasattr(module, "crash_point"):
-                patch.setattr(module, "crash_point", found.add)
-        work(place / "second")
-    return [point for point in (*crash_points.CRASH_POINTS, *crash_points.UPKEEP_POINTS) if point in found]
-
-
 def every_kill(work: Callable[[Path], object], place: Path) -> Iterator[tuple[str, Path]]:
     """Where a victim died, and the files that it left: at each point the first time; in the long form every time."""
-    for point in passed(work, place):
+    work(place / "first")  # imports what it needs
+    for point in passed(lambda: work(place / "second")):
         count = 1
         while LONG or count <= 1:
             target = place / f"{point}-{count}"

@@ -166,6 +166,7 @@ def test_a_store_that_is_closed_holds_no_folder(tmp_path: Path) -> None:
 # A folder below the store
 
 
+@pytest.mark.usefixtures("haste")
 @pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("anew", ["nothing", "empty", "foreign", "made again"])
 def test_a_log_that_is_swapped_under_a_writer_is_noticed(

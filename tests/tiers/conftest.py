@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 
 import ckptstore
+from ckptstore.tiers import background_drain
 from tools.objects.proxy import FaultProxy, Rule
-from tools.objects.server import Server, options_for, serving
+from tools.objects.server import Server, options_for
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drain looks for problems and tries again after hundredths of a second: tests wait for both."""
+    monkeypatch.setattr(background_drain, "WATCH", 0.05)
+    monkeypatch.setattr(background_drain, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(background_drain, "POLL_SECONDS", 0.1)
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,6 @@ class Place:
 
     def theirs(self) -> ckptstore.Store:
         return ckptstore.open(self.remote, storage_options=self.options, create=False)
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("ministack")) as server:
-        yield server
 
 
 @pytest.fixture(params=["local", "memory", "s3"])

@@ -8,6 +8,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 import ckptstore
 from ckptstore import CorruptLogError, RemoteLostError, RemoteWarning, StorageError, UsageError
 from ckptstore.backends.base import Backend
+from ckptstore.backends.exclusion import alone
 from ckptstore.cli.main import cli
 from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.history.records import slot_key
@@ -44,7 +46,7 @@ def told_while(what: Callable[[], object], match: str) -> int:
         warnings.simplefilter("always")
         what()
         until(lambda: seen)
-        time.sleep(2.5)  # once while it lasts
+        time.sleep(6 * background_drain.WATCH)  # once while it lasts
     assert all(one.category is RemoteWarning and re.search(match, str(one.message)) for one in seen), seen
     return len(seen)
 
@@ -56,6 +58,11 @@ def until(what: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+def between_passes(place: Place) -> AbstractContextManager[bool]:
+    """While it lasts no pass of the drain is under way: one that began before would not see a change."""
+    return alone(ckptstore.open(place.here, remote=False).backend)
+
+
 def lost_beside_a_writer(place: Place, part: str) -> list[str]:
     """The warnings while the writer is open, of a remote of which a part is deleted. Steps 1 to 5."""
     with warnings.catch_warnings(record=True) as seen:
@@ -63,7 +70,8 @@ def lost_beside_a_writer(place: Place, part: str) -> list[str]:
         writer = place.open().writer(poll_seconds=None)
         writer.save(state(1), 1)
         writer.save_async(state(2), 2).result(tier="remote", timeout=LONG)
-        removed(place.theirs().backend, part)
+        with between_passes(place):
+            removed(place.theirs().backend, part)
         writer.save(state(3), 3)
         writer.save(state(4), 4)
         until(lambda: [one for one in seen if one.category is RemoteWarning])
@@ -106,9 +114,10 @@ def test_a_log_of_which_the_newest_slot_is_another_one_is_not_added_to(place: Pl
         writer = place.open().writer(poll_seconds=None)
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         theirs = place.theirs().backend
-        last = max(key for key in theirs.list("log/"))
-        theirs.delete(last)
-        theirs.create(last, b"another")
+        with between_passes(place):
+            last = max(key for key in theirs.list("log/"))
+            theirs.delete(last)
+            theirs.create(last, b"another")
         writer.save(state(2), 2)
         until(lambda: "is not the one that was there" in ((writer.lag() or ckptstore.Lag()).error or ""))
         writer.close()
@@ -123,8 +132,9 @@ def test_another_runs_store_in_its_place_gets_nothing(place: Place) -> None:
         theirs = place.theirs().backend
         other = ckptstore.open(place.there.parent / "other")
         fill(other, 1, 1)
-        theirs.replace("FORMAT", other.backend.get("FORMAT"))
-        before = theirs.list("")
+        with between_passes(place):
+            theirs.replace("FORMAT", other.backend.get("FORMAT"))
+            before = theirs.list("")
         writer.save(state(2), 2)
         until(lambda: "another run's store" in ((writer.lag() or ckptstore.Lag()).error or ""))
         writer.close()
@@ -316,11 +326,17 @@ def test_a_remote_that_refuses_is_reported_while_training_runs(outage: Outage) -
 def test_one_slow_answer_is_not_reported_and_a_remote_that_stays_down_is(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_drain, "SOON", 3.0)
+    monkeypatch.setattr(background_drain, "SOON", LONG)
+    monkeypatch.setattr(background_drain, "FIRST_PAUSE", 0.5)  # several looks before the next try
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("503", times=2)])
-        writer.save_async(state(2), 2).result(tier="remote", timeout=LONG)  # a warning would be an error here
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            writer.save_async(state(2), 2).result(tier="remote", timeout=LONG)
+        assert seen == []
+        assert outage.proxy.injected().total() == 2
+        monkeypatch.setattr(background_drain, "SOON", 0.3)
         outage.begin()
         assert told_while(lambda: writer.save(state(3), 3), "503|no answer for") == 1
         outage.end()
@@ -330,10 +346,10 @@ def test_one_slow_answer_is_not_reported_and_a_remote_that_stays_down_is(
 def test_a_remote_that_does_not_answer_is_reported_while_training_runs(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_drain, "SOON", 1.5)
+    monkeypatch.setattr(background_drain, "SOON", 0.5)
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
-        outage.proxy.rules([Rule("slow", seconds=4.0)])
+        outage.proxy.rules([Rule("slow", seconds=2.0)])
         match = r"no answer for \d+ s; new checkpoints are in .* alone"
         assert told_while(lambda: writer.save(state(2), 2), match) == 1
         outage.end()

@@ -237,7 +237,7 @@ def test_a_remote_that_is_down_stops_no_save_and_gets_everything_later(outage: O
         pending = [writer.save_async(state(step), step) for step in range(2, 7)]
         assert [one.result().step for one in pending] == [2, 3, 4, 5, 6]
         with pytest.raises(TimeoutError):
-            pending[-1].result(tier="remote", timeout=1.5)
+            pending[-1].result(tier="remote", timeout=0.3)
         lag = writer.lag()
         assert lag is not None
         assert (lag.checkpoints, lag.steps) == (5, 5)
@@ -389,12 +389,12 @@ def test_a_machine_killed_while_it_catches_up_remembers_its_remote(
 
 
 def test_bandwidth_holds_the_drain_back(folders: Place) -> None:
-    store = folders.open(bandwidth=200_000)
+    store = folders.open(bandwidth=600_000)
     began = time.monotonic()
     with store.writer() as writer:
         pending = [writer.save_async({"weight": np.zeros(25_000, np.float32)}, step) for step in range(1, 6)]
         pending[-1].result(tier="remote", timeout=LONG)
-    assert time.monotonic() - began > 1.5  # 500 kB; the first block is free
+    assert time.monotonic() - began > 0.5  # 500 kB; the first block is free
 
 
 def test_rollback_opens_the_term_in_both(folders: Place) -> None:
@@ -562,7 +562,7 @@ def test_checkpoints_only_in_the_remote_are_exported_and_read_from_there(folders
 
 def test_a_save_waits_while_too_much_is_on_this_machine_alone(folders: Place) -> None:
     each = state(1)["weight"].nbytes
-    with folders.open(bandwidth=4 * each, lag_bytes=2 * each).writer(poll_seconds=None) as writer:
+    with folders.open(bandwidth=10 * each, lag_bytes=2 * each).writer(poll_seconds=None) as writer:
         most = 0
         for step in range(1, 9):
             writer.save(state(step), step)

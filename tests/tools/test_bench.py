@@ -12,6 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from tests import warmth
 from tests.forms import LONG, long_only, short_or
 from tools.bench.machine import filesystem_type
 from tools.bench.measure import Ballast, Measurement
@@ -23,13 +24,17 @@ from tools.bench.storage import (
     pmem,
     recycling,
     report,
+    rounds,
     save_load,
     tensors,
     versions,
 )
 from tools.bench.storage.compared import SAVES
 from tools.bench.storage.rounds import CASES
+from tools.bench.training import version_turns
 from tools.crash.media import obstacle
+
+pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
 
 TINY = ("--size", "4MB", "--rounds", "1", "--no-settle")
 """The options of `save_load`. A gigabyte of memory that is touched before each measurement is only for real
@@ -41,8 +46,12 @@ def run(command: click.Command, *arguments: str) -> Result:
 
 
 @pytest.mark.slow
-def test_a_small_comparison_is_complete_and_every_loaded_bit_is_right(tmp_path: Path) -> None:
+def test_a_small_comparison_is_complete_and_every_loaded_bit_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch")
+    if not LONG:
+        warmth.warm_starts(monkeypatch, rounds)
     # Workers compare the loaded state with the seed: a wrong bit would be a failed case, and exit code 1.
     only = ["save/ckptstore", "save/safetensors", "warm/ckptstore", *["warm/raw-buffered"][: short_or(0, 1)]]
     on_disk = filesystem_type(tmp_path) != "tmpfs"  # whose pages never leave memory
@@ -83,6 +92,8 @@ def test_several_at_once_are_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_worker_that_fails_is_reported_and_the_run_exits_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
+    if not LONG:
+        warmth.warm_starts(monkeypatch, rounds)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "safetensors").mkdir()
     (tmp_path / "safetensors" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
@@ -274,7 +285,9 @@ def test_new_files_are_compared_with_overwritten_ones(tmp_path: Path) -> None:
     assert "raw, overwritten" in run(recycling.main, "--dir", str(tmp_path), "--size", "32", "--rounds", "1").stdout
 
 
-def test_many_tensors_are_equal_however_they_are_stored(tmp_path: Path) -> None:
+def test_many_tensors_are_equal_however_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not LONG:
+        warmth.warm_starts(monkeypatch, tensors)
     cases = list(tensors.CASES) if LONG else ["torch.load", "ckptstore load, verified"]  # each is an interpreter
     arguments = ["--count", "30", "--elements", "64", "--rounds", "1", "--dir", str(tmp_path)]
     arguments += [word for name in cases for word in ("--only", name)]
@@ -299,4 +312,17 @@ def test_two_versions_take_turns_in_processes_of_their_own(tmp_path: Path) -> No
     document = json.loads(result.stdout)
     assert set(document) == {"other", "this"}
     assert all(len(row["files"]) == 2 and row["median"] > 0 for row in document.values())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "work",
+    [work if work in ("save", "step-delta") else pytest.param(work, marks=long_only) for work in version_turns.WORKS],
+)
+def test_two_versions_work_in_turns(tmp_path: Path, work: str) -> None:
+    options = ["--work", work, "--rounds", "2", "--size", "16", "--json", str(tmp_path)]
+    result = run(version_turns.main, "--other", sys.executable, *options)
+    (row,) = json.loads(result.stdout)
+    assert row.pop("work") == work
+    assert all(value > 0 for value in row.values())
     assert not list(tmp_path.iterdir())

@@ -293,7 +293,7 @@ def test_a_segment_whose_sync_failed_is_never_sealed(medium: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("medium", MODES)
 def test_every_state_after_a_power_cut_keeps_its_promises(medium: str) -> None:
-    done = states.explore(limit=4, medium=medium)
+    done = states.explore(limit=short_or(2, 4), medium=medium)
     assert done.states > 100
     assert done.restored > done.states
 

@@ -1,4 +1,4 @@
-"""The store under crashes, kills and faults: short forms of ``python -m tools.crash.{states,kills,faultsweep}``."""
+"""The store under power cuts: short forms of ``python -m tools.crash.states``, and what their check notices."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.host.crash_points import CRASH_POINTS
 from tests.forms import short_or
-from tools.crash import faults, faultsweep, kills, states
+from tools.crash import faults, states
 from tools.crash.scenario import Violation
 
 # A killed writer of diffs may have lost steps that waited for their batch; the next one reports it.
@@ -16,9 +15,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.Lo
 
 
 def test_every_state_after_a_power_cut_keeps_its_promises() -> None:
-    done = states.explore(limit=short_or(4, 12))
+    done = states.explore(limit=short_or(2, 12))
     assert done.states > short_or(80, 200)
     assert done.restored > done.states
+    assert done.states > 50, "the enumerator reaches past an acknowledgement after a fault"
 
 
 def test_a_store_that_recycles_files_keeps_them_as_well() -> None:
@@ -38,28 +38,6 @@ def test_a_disk_that_forgets_is_caught(calls: frozenset[str], what: str) -> None
     """Negative control: the same search finds a store that does not sync."""
     with pytest.raises(Violation):
         states.explore(limit=40, broken=faults.Fault(calls, times=None))
-
-
-def test_sigkill_at_every_crash_point(tmp_path: Path) -> None:
-    done = kills.sweep(short_or(1, 2) * len(CRASH_POINTS), folder=tmp_path)
-    assert set(done.points) >= set(CRASH_POINTS)
-    assert all(done.points[point] for point in CRASH_POINTS), done.points
-    assert done.restored > 0
-
-
-def test_faults_surface_and_lose_nothing() -> None:
-    done = faultsweep.sweep(every=short_or(397, 17), cuts=short_or(1, 3))
-    _check_sweep(done)
-
-
-def test_faults_in_a_store_that_recycles_files_surface_and_lose_nothing() -> None:
-    _check_sweep(faultsweep.sweep(every=short_or(631, 29), cuts=short_or(1, 3), medium="recycled"))
-
-
-def _check_sweep(done: faultsweep.Sweep) -> None:
-    assert set(done.injected) == set(faultsweep.KINDS)
-    assert done.surfaced["StorageError"] > 0
-    assert done.states > 0
 
 
 def test_the_check_notices_what_it_is_for(tmp_path: Path) -> None:

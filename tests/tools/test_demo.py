@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.forms import short_or
+from tests import warmth
+from tests.forms import LONG, short_or
 from tools.demo.config import FULL, QUICK, DemoConfig
 from tools.demo.corpus import CorpusError, read_corpus
 from tools.demo.events import Event
@@ -24,6 +25,8 @@ from tools.demo.fingerprint import PARTS, Leaf, compare, leaves, part_hashes, re
 from tools.demo.killing import POINTS_IN_COMMIT, Kill, plan_kills
 from tools.demo.output import OutputFolder
 from tools.demo.supervisor import Attempt, DemoError, Strike, strikes
+
+pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
 
 TINY = DemoConfig(
     steps=16,
@@ -291,12 +294,15 @@ class TestTraining:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[OutputFolder, Any, str]:
     pytest.importorskip("torch")
-    from tools.demo import report
+    from tools.demo import report, supervisor
     from tools.demo.demo import Demo
 
     out = OutputFolder(tmp_path_factory.mktemp("demo") / "out")
     console = Console(file=io.StringIO(), width=140)
-    outcome = Demo(RUN, out, console).run()
+    with pytest.MonkeyPatch.context() as patch:
+        if not LONG:
+            warmth.warm_starts(patch, supervisor)
+        outcome = Demo(RUN, out, console).run()
     report.conclude(console, outcome, out)
     assert isinstance(console.file, io.StringIO)
     return out, outcome, console.file.getvalue()

@@ -4,6 +4,7 @@ and on a simulated device as on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -18,7 +19,8 @@ from tools.gpu.table import Measured
 
 torch = pytest.importorskip("torch")
 
-from tests.forms import in_turn, long_only  # noqa: E402 - torch decides whether this file runs at all
+from tests import warmth  # noqa: E402
+from tests.forms import LONG, in_turn, long_only  # noqa: E402 - torch decides whether this file runs at all
 from tools.bench.training.training_loop import Trainer, tensors  # noqa: E402
 from tools.bench.training.training_strategies import AbsentError  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
@@ -37,6 +39,8 @@ MORE = [pytest.param(way, 0, marks=long_only) for way in ("full-agent", "layer-d
 @pytest.fixture(autouse=True)
 def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
+    if not LONG:  # each table makes a nursery, which imports torch
+        monkeypatch.setattr(table, "Warm", lambda *_, **__: contextlib.nullcontext(warmth.nursery()))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -21,7 +21,7 @@ from ckptstore.log.log_reader import read
 from ckptstore.log.term import open_term
 from ckptstore.store import Store
 from tests.forms import short_or
-from tools.crash import faults, killcuts, states
+from tools.crash import faults, killcuts
 from tools.crash.disk import Unname
 from tools.crash.enumerate import crash_states
 from tools.crash.faults import FaultyPosix
@@ -33,7 +33,11 @@ from tools.crash.recording import RecordingPosix
 from tools.crash.scenario import Violation, check, create, live, state_of
 
 # A killed writer of diffs may have lost steps that waited for their batch; the next one reports it.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning"),
+    pytest.mark.usefixtures("numpy_elsewhere_in_ci"),
+]
 
 
 def powercut(*arguments: str) -> str:
@@ -135,7 +139,7 @@ def test_leaving_out_settling_is_caught() -> None:
 
 
 def test_a_killed_writer_and_then_a_power_cut_lose_nothing() -> None:
-    done = killcuts.explore(every=short_or(53, 5), start=4, limit=short_or(2, 6), calls=LINKS)
+    done = killcuts.explore(every=short_or(53, 5), start=4, limit=short_or(1, 6), calls=LINKS)
     assert done.kills >= short_or(2, 4)
     assert done.states > short_or(12, 50)
 
@@ -208,11 +212,6 @@ def test_a_request_is_reported_accepted_only_when_that_is_durable() -> None:
             assert read(Journal(survivor, store.format)).catalog.tags == {"good": (term_number, 1)}, state.explain()
             told += 1
     assert told > 0
-
-
-def test_the_enumerator_reaches_past_an_acknowledgement_after_a_fault() -> None:
-    done = states.explore(limit=2)
-    assert done.states > 50
 
 
 def test_a_manifest_goes_only_after_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,19 @@ from tools.warm import Warm
 STRATEGIES = ("full", "delta", "gradient")
 
 
+pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
+
+
 @pytest.fixture(scope="module")
-def sweeper(warm: Warm) -> Sweeper:
+def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for the files of broken promises."""
+    return tmp_path_factory.mktemp("evidence")
+
+
+@pytest.fixture(scope="module")
+def sweeper(warm: Warm, evidence: Path) -> Sweeper:
     """One sweeper, so that uninterrupted runs are made once."""
-    return Sweeper(warm.start)
+    return Sweeper(warm.start, evidence)
 
 
 def swept(sweeper: Sweeper, job: Job, kills: int, seed: str = "1") -> None:
@@ -83,11 +92,11 @@ def test_two_ranks_of_a_model_in_shards_and_their_agents(sweeper: Sweeper, strat
         pytest.param("acknowledgements", "was acknowledged", marks=long_only),
     ],
 )
-def test_a_checkpointer_that_is_wrong_is_found_out(warm: Warm, tmp_path: Path, broken: str, why: str) -> None:
-    sweeper, tally = Sweeper(warm.start, tmp_path), Tally()
+def test_a_checkpointer_that_is_wrong_is_found_out(sweeper: Sweeper, evidence: Path, broken: str, why: str) -> None:
+    tally, before = Tally(), set(evidence.iterdir())
     with pytest.raises(Violation, match=why) as found:
         sweeper.sweep(100, Job("full", broken=broken), "1", tally)  # the first one found ends it
-    (kept,) = tmp_path.iterdir()
+    (kept,) = set(evidence.iterdir()) - before
     assert str(kept) in str(found.value)
     story = json.loads((kept / "story.json").read_text())
     assert story["lives"][-1]["life"]["resumed"] is not None

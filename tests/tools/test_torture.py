@@ -20,7 +20,11 @@ from tools.crash.stages import Acknowledged, FolderStage, Stage
 from tools.crash.torture_actors import ACTORS, sample_faults, train
 
 # A killed writer of diffs may have lost steps that waited for their batch; the next one reports it.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning"),
+    pytest.mark.usefixtures("numpy_elsewhere_in_ci"),
+]
 
 
 def test_everything_at_once(tmp_path: Path) -> None:

@@ -113,6 +113,60 @@ def test_it_ends_as_an_interpreter_does(nursery: Warm) -> None:
     assert nursery.run(python("raise SystemExit('why')")).stderr == "why\n"
 
 
+@pytest.mark.parametrize("teardown", [False, True])
+def test_modules_are_torn_down_on_request(nursery: Warm, teardown: bool) -> None:
+    code = """
+    class Late:
+        def __del__(self):
+            print("torn down")
+    import tools.warm
+    tools.warm.late = Late()
+    print("end")
+    """
+    assert nursery.run(python(code), teardown=teardown).stdout == "end\n" + "torn down\n" * teardown
+
+
+@pytest.mark.parametrize("code", ["None", "0", "3", "259", "'why'", "True"])
+@pytest.mark.parametrize("teardown", [False, True])
+def test_the_exit_status_is_an_interpreter_s(nursery: Warm, code: str, teardown: bool) -> None:
+    cold = subprocess.run(python(f"raise SystemExit({code})"), capture_output=True, text=True, check=False)
+    warm = nursery.run(python(f"raise SystemExit({code})"), teardown=teardown)
+    assert (warm.returncode, warm.stderr) == (cold.returncode, cold.stderr)
+
+
+def test_ctrl_c_ends_it_by_the_signal(nursery: Warm) -> None:
+    assert nursery.run(python("raise KeyboardInterrupt")).returncode == -signal.SIGINT
+
+
+def test_output_that_nobody_reads_fails(nursery: Warm) -> None:
+    """As of an interpreter: what was printed does not get lost with status 0."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with nursery.start(python("input(); print('to nobody')"), env=env, stdin=PIPE, stdout=PIPE, text=True) as script:
+        assert script.stdin is not None
+        assert script.stdout is not None
+        script.stdout.close()
+        script.stdin.write("\n")
+        script.stdin.close()
+        assert script.wait(120) == 120
+
+
+def test_a_script_reads_what_it_is_told(nursery: Warm) -> None:
+    with nursery.start(python("print(input()[::-1])"), stdin=PIPE, stdout=PIPE, text=True) as script:
+        assert script.stdin is not None
+        script.stdin.write("abc\n")
+        assert script.communicate(120) == ("cba\n", None)
+    with nursery.start(python("import sys; sys.exit(len(sys.stdin.read()))"), stdin=PIPE) as script:
+        script.communicate(120)
+    assert script.returncode == 0, "it ended by itself, and its input is empty"
+
+
+@pytest.mark.parametrize("point", ["save.begin", ""])
+def test_a_crash_point_of_the_environment_is_armed(warm: Warm, tmp_path: Path, point: str) -> None:
+    code = "import sys, ckptstore\nwith ckptstore.open(sys.argv[1]).writer() as writer: writer.save({'a': 1}, 1)"
+    done = warm.run(python(code, str(tmp_path / "store")), env={**os.environ, "CKPTSTORE_CRASH_AT": point})
+    assert done.returncode == (-signal.SIGKILL if point else 0), done.stderr
+
+
 def test_each_draws_by_itself(nursery: Warm) -> None:
     code = "import random, numpy; print(random.random(), numpy.random.random())"
     drawn = [nursery.run(python(code)).stdout.split() for _ in range(2)]

@@ -13,7 +13,7 @@ from ckptstore.training.capture import planned_saves
 from ckptstore.training.layerwise import layer_sources
 
 __all__ = [
-    "MOST_IN_VAIN",
+    "MOST_MISFITS",
     "copied_during_backward",
     "copying",
     "fill_the_device",
@@ -29,7 +29,7 @@ __all__ = [
     "waits_for",
 ]
 
-MOST_IN_VAIN = planned_saves._IN_VAIN
+MOST_MISFITS = planned_saves._MOST_MISFITS
 """Number of failed plans after which no further plan is made: nothing public shows plans."""
 
 

@@ -693,10 +693,10 @@ def test_auto_weighs_size_medium_cores_and_optimizer() -> None:
 
 
 def test_the_probe_leaves_nothing(tmp_path: Path) -> None:
-    from ckptstore.training.strategies import measured_rate
+    from ckptstore.training.strategies import measure_rate
 
     store = ckptstore.open(tmp_path / "s", create=True)
-    rate = measured_rate(store.backend)
+    rate = measure_rate(store.backend)
     assert rate is not None
     assert rate > 0
     assert list((tmp_path / "s").rglob("*.safetensors")) == []

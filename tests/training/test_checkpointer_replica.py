@@ -379,7 +379,7 @@ print(model.weight.sum().item().hex())
 
 def test_at_an_ordinary_exit_the_newest_step_is_written(tmp_path: Path, warm: Warm) -> None:
     arguments = [sys.executable, "-c", EXITS, str(tmp_path / "run")]
-    done = warm.run(arguments, timeout=180)
+    done = warm.run(arguments, timeout=180, teardown=True)
     assert done.returncode == 0, done.stderr
     store = ckptstore.open(tmp_path / "run")
     assert store.latest_step() == 5

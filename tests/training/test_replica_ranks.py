@@ -19,11 +19,13 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore import DivergedReplicasError, MissingRankError, UnmadeStateError  # noqa: E402
 from ckptstore.agent import AgentWriter  # noqa: E402
+from ckptstore.agent.client.replica_client import ReplicaClient, ReplicaStep  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
 from ckptstore.write.ranks.messages.key_value_store import Group  # noqa: E402
 from tests.agent.lives import agents, own_runtime, until  # noqa: E402
 from tests.forms import long_only  # noqa: E402
+from tests.training import test_sparse_replica  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 from tools.kills import shim_kills  # noqa: E402
 from tools.warm import Script as Started  # noqa: E402
@@ -299,3 +301,30 @@ def test_ranks_that_were_killed_go_on_bit_for_bit(tmp_path: Path, every: int, vi
     store = ckptstore.open(tmp_path / "run")
     assert store.latest_step() == 9
     assert [stored(store, 9, rank) for rank in range(2)] == [whole[rank]["9"] for rank in range(2)]
+
+
+def test_ranks_send_only_the_entries_of_compressed_gradients(
+    tmp_path: Path, wholes: list[tuple[int | None, int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse: set[tuple[int, bool]] = set()
+    advance = ReplicaClient.advance
+
+    def spy(self: ReplicaClient, area: Any, told: ReplicaStep) -> Any:
+        rows = {row for call in told.calls for row, _ in call[4]}
+        sparse.add((told.step, rows == set(self.recipe.gradients)))
+        return advance(self, area, told)
+
+    monkeypatch.setattr(ReplicaClient, "advance", spy)
+
+    def work(group: Group) -> str:
+        script = test_sparse_replica.Script(tmp_path / "run", group=group, rank_timeout=60)
+        with script.checkpointer:
+            script.checkpointer.resume()
+            for step in range(4):
+                script.train(step)
+        return script.digest()
+
+    assert as_ranks(2, work) == [test_sparse_replica.uninterrupted(4)] * 2
+    assert sparse == {(2, True), (3, True), (4, True)}
+    assert {step for _, step, _ in wholes} == {1}
+    assert [info.step for info in ckptstore.open(tmp_path / "run").checkpoints()] == [1, 2, 3, 4]

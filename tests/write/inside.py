@@ -25,8 +25,8 @@ from ckptstore.write.saves.job import SaveJob
 
 __all__ = [
     "bases",
+    "bounded_memory",
     "copies_late",
-    "fed_memory",
     "forget_open_writers",
     "interrupt_after_submit",
     "interrupt_before_submit",
@@ -58,7 +58,7 @@ def memory(writer: ckptstore.Writer) -> Arenas:
     return writer._path.memory.arenas
 
 
-def fed_memory(writer: ckptstore.Writer) -> Arenas:
+def bounded_memory(writer: ckptstore.Writer) -> Arenas:
     """The memory to which deltas and step diffs are copied unit by unit: `Writer._path`. See `memory`."""
     assert isinstance(writer._path, CompressedSaves)
     assert writer._path.feeding is not None

@@ -38,7 +38,7 @@ SIZES = {"wide": (60, 70), "bias": (70,)}
 WRITERS: dict[str, dict[str, Any]] = {
     "diffs": {"diffs": DiffOptions(full_every=25)},
     "batches": {"diffs": DiffOptions(full_every=25, batch=4)},
-    "fed": {"diffs": DiffOptions(full_every=25), "memory": 64 << 20},
+    "bounded": {"diffs": DiffOptions(full_every=25), "memory": 64 << 20},
     "deltas": {"deltas": DeltaOptions(interval=3)},
     "paper": {"deltas": DeltaOptions(interval=2, form="paper")},
     "both": {"diffs": DiffOptions(full_every=5), "deltas": DeltaOptions(interval=1)},
@@ -89,7 +89,7 @@ def test_by_ranks(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", ["diffs", "batches", "fed"])
+@pytest.mark.parametrize("how", ["diffs", "batches", "bounded"])
 def test_where_space_is_short_no_chain_fills_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, ranks: int
 ) -> None:
@@ -218,7 +218,7 @@ def test_what_an_earlier_term_retired_and_did_not_drop_is_dropped() -> None:
         builder.apply(record, builder.catalog.next_seq)
     retainer = Retainer(lambda: builder.catalog)
     new = save(4, term=2)
-    more = retainer.joined(CatalogChange(new.segments, new.checkpoints, new.encodings))
+    more = retainer.with_retirements(CatalogChange(new.segments, new.checkpoints, new.encodings))
     assert (more.retires, more.drops) == ((), (digest(2),))
     retainer.committed()
-    assert retainer.joined(CatalogChange(new.segments, new.checkpoints, new.encodings)).drops == ()
+    assert retainer.with_retirements(CatalogChange(new.segments, new.checkpoints, new.encodings)).drops == ()

@@ -16,7 +16,7 @@ from ckptstore import DeltaOptions, DiffOptions
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.states.state import FlatState
 from ckptstore.store import Store
-from ckptstore.write.capture.layerwise_save import Awaited
+from ckptstore.write.capture.layerwise_save import Awaited, LayeredSave
 from tests.write import inside
 
 LAYERS = {"first": ("a.w", "a.m"), "second": ("b.w",)}
@@ -287,6 +287,55 @@ def test_an_abandoned_save_gives_step_and_memory_back(store: ckptstore.Store) ->
     same(store.load(1), state)
 
 
+class AbandonedBefore(NumpySource):
+    """A tensor whose save another thread abandons, just before the tensor is copied.
+
+    Attributes:
+        abandoned: `abandon` has returned.
+        late: it was read after that.
+    """
+
+    def __init__(self, array: Any, save: LayeredSave) -> None:
+        super().__init__(array)
+        self.abandoned, self.late = threading.Event(), False
+        self.other = threading.Thread(target=self._abandon, args=(save,))
+
+    def _abandon(self, save: LayeredSave) -> None:
+        save.abandon()
+        self.abandoned.set()
+
+    def view(self) -> Any:
+        if self.other.ident is not None:
+            return super().view()
+        self.other.start()
+        self.abandoned.wait(0.1)
+        return None  # so that the copy calls `read`
+
+    def read(self, offset: int, out: Any) -> None:
+        self.late |= self.abandoned.is_set()
+        super().read(offset, out)
+
+
+@pytest.mark.parametrize("call", ["ready", "rest", "finish"])
+def test_nothing_is_copied_once_another_thread_has_abandoned_it(store: ckptstore.Store, call: str) -> None:
+    """Its memory then belongs to another save."""
+    state = fresh_state()
+    flat = FlatState(None, {name: NumpySource(one) for name, one in _arrays(state).items()})
+    with store.writer(poll_seconds=None) as writer:
+        save = writer.begin(flat, 1, LAYERS)
+        name = "b.w" if call == "ready" else "rest"
+        source = AbandonedBefore(_arrays(state)[name], save)
+        if call == "ready":
+            save.ready("second", {name: source})
+        else:
+            getattr(save, call)(FlatState(None, {**flat.tensors, name: source}))
+        source.other.join(60)
+        save.wait()
+        assert source.abandoned.is_set()
+        assert not source.late
+        assert not save.is_open
+
+
 def test_a_save_that_was_lost_does_not_stop_the_next(store: ckptstore.Store) -> None:
     state = fresh_state()
     with store.writer(poll_seconds=None) as writer:
@@ -334,6 +383,21 @@ def test_a_fenced_writer_says_so(store: ckptstore.Store) -> None:
         with pytest.raises(ckptstore.FencedError):
             writer.begin(state, 2, LAYERS)
     assert not store.checkpoints()
+
+
+def test_a_writer_that_knows_that_it_is_fenced_finishes_none(store: ckptstore.Store) -> None:
+    state = fresh_state()
+    with store.writer(poll_seconds=None) as writer:
+        writer.save(state, 1)
+        save = writer.begin(state, 2, LAYERS)
+        for layer in LAYERS:
+            save.ready(layer)
+        Store(store.backend).writer(poll_seconds=None).close()
+        with pytest.raises(ckptstore.FencedError):
+            writer.tag("late", 1)
+        with pytest.raises(ckptstore.FencedError):
+            save.finish()  # not only its result
+        assert not save.is_open
 
 
 def test_interrupted_while_it_is_handed_on(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:

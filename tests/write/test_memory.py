@@ -30,7 +30,7 @@ from ckptstore.host.arenas import LEAST
 from ckptstore.write import delta_encoding
 from ckptstore.write.policy.delta_interval import RestoreBound
 from ckptstore.write.policy.delta_options import DeltaOptions
-from ckptstore.write.steps import bounded_step as fed_steps
+from ckptstore.write.steps import bounded_step
 from ckptstore.write.steps import step_encoding as step_encoding
 from tests.store.states import same
 from tests.write import inside
@@ -117,8 +117,8 @@ def test_deltas_are_stored_as_without(options: DeltaOptions) -> None:
 
 def test_a_step_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that may be longer than a segment is divided before anything is encoded."""
-    write = fed_steps.FedStep.write
-    monkeypatch.setattr(fed_steps.FedStep, "write", lambda self, *what: write(self, *what, limit=1_000_000))
+    write = bounded_step.ArrivingStep.write
+    monkeypatch.setattr(bounded_step.ArrivingStep, "write", lambda self, *what: write(self, *what, limit=1_000_000))
     store, truth = train(6, DiffOptions(full_every=9), {}, memory=LEAST)
     segments = [len(store.describe(step)) for step in truth]
     assert all(later - before > 1 for before, later in pairwise(segments))
@@ -139,7 +139,7 @@ def test_tensors_longer_than_a_chunk_and_their_half_precision_copies() -> None:
             half = master.astype(ml_dtypes.bfloat16)
             truth[step] = {"half": half, "master": master, "tied": master}
             writer.save_async(dict(truth[step]), step)
-        assert inside.fed_memory(writer).most <= LEAST
+        assert inside.bounded_memory(writer).most <= LEAST
     check(store, truth)
     tensors = store.describe(3)[-1][1].tensors[3]
     assert tensors["half"].codec == "derive"
@@ -160,7 +160,7 @@ def test_one_state_is_held_beside_the_budget() -> None:
             writer.save_async(trainer.state(), step, updates=trainer.updates())
             writer.wait()
             assert inside.snapshots_held(writer) == 1
-        assert inside.fed_memory(writer).used == 0
+        assert inside.bounded_memory(writer).used == 0
 
 
 @pytest.mark.parametrize("mode", ["diffs", "deltas"])
@@ -363,6 +363,7 @@ def test_a_failed_copy_is_reported_once_and_the_next_save_is_a_full(mode: str) -
             with pytest.raises(ZeroDivisionError):
                 writer.save_async(broken(big(3), "w2"), 3)
             writer.wait()  # does not report it
+            assert inside.fed_memory(writer).used == 0
         assert writer.save(broken(big(3)), 3).kind == "full"
         assert writer.save(big(4), 4).kind in ("delta", "gradient")
     check(store, {step: big(step) for step in range(1, 5)})
@@ -382,6 +383,7 @@ def test_a_medium_that_fails_midway(mode: str, monkeypatch: pytest.MonkeyPatch) 
         medium.fails = {medium.opened}
         with pytest.raises(ckptstore.StorageError, match="no space"):
             writer.save(random(3), 3)
+        assert inside.fed_memory(writer).used == 0
         truth[3] = random(3)
         assert writer.save(dict(truth[3]), 3).kind == "full"
         truth[4] = random(4)
@@ -432,7 +434,7 @@ def test_an_unencodable_tensor_fails_only_its_save(mode: str, monkeypatch: pytes
             pending = writer.save_async(random(3), 3)
             with pytest.raises(MemoryError, match="none left"):
                 pending.result(60)
-        assert inside.fed_memory(writer).used == 0
+        assert inside.bounded_memory(writer).used == 0
         truth[3] = random(3)
         assert writer.save(dict(truth[3]), 3).kind == "full"
         truth[4] = random(4)

@@ -92,8 +92,19 @@ def test_step_diffs_begin_with_a_full_and_end_with_the_next_one() -> None:
     for step in (2, 3, 4):
         assert policy.step_order(step, always, waiting=0) == Order(after=step - 1, last=True)
         policy.compressed(name(step), step - 1, 10, FULL)
-        policy.joined()
+        policy.count_step()
     assert policy.step_order(5, always, waiting=0) is None
+
+
+def test_another_term_does_not_know_yet_how_large_its_step_diffs_are() -> None:
+    policy = OrderPolicy(diffs=DiffOptions(), chains=Chains(lambda: ("every:10",)))
+    policy.begin_steps(name(11), FULL, 1.0)
+    policy.joined()
+    policy.compressed(name(12), 11, 900, FULL)
+    policy.begin_term()
+    policy.committed(FULL_ORDER, name(15), FULL, FULL)
+    policy.begin_steps(name(15), FULL, 1.0)
+    assert policy.step_order(20, always, waiting=0) is not None
 
 
 def test_a_batch_ends_when_it_is_full_when_a_step_cannot_wait_or_by_its_bytes() -> None:

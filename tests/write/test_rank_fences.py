@@ -124,6 +124,36 @@ def test_a_term_whose_last_batch_was_not_committed_is_not_closed(
         begin_a_term(tmp_path)
 
 
+def test_the_tree_of_a_commit_that_failed_is_dropped_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patience, "pause", lambda _patience, _done: None)
+
+    def work(group: Group) -> None:
+        store = ckptstore.open(tmp_path)
+        with store.writer(group=group, ranks=PATIENT, poll_seconds=None) as writer:
+            medium: Any = store.backend
+            created = medium.create
+
+            def full(key: str, data: bytes) -> None:
+                if key.startswith("log/"):
+                    error = StorageError(28, "no space left", key)
+                    error.unsent = True
+                    raise error
+                created(key, data)
+
+            medium.create = full
+            with pytest.raises(StorageError, match="no space left"):
+                writer.save(state(group.rank), 1)
+            medium.create = created
+            writer.save(state(group.rank, 2), 2)
+
+    assert as_ranks(2, work) == [None] * 2
+    catalog = ckptstore.open(tmp_path).view().catalog
+    assert segments(tmp_path) <= set(catalog.segments) | set(catalog.dropped)
+    assert len(catalog.dropped) == 3
+
+
 def test_shares_missing_when_rank_0_checks_are_not_committed(tmp_path: Path) -> None:
     """As when another rank writes to its own disk: its share would be missing from the acknowledged checkpoint."""
     box = LocalMailbox()

@@ -133,6 +133,8 @@ def everything(writer: Any) -> list[Any]:
     return [
         lambda: writer.save(state(0), 2),
         lambda: writer.save_async(state(0), 2),
+        lambda: writer.forgo(2, ckptstore.UsageError("no state")),
+        writer.poll,
         writer.wait,
         lambda: writer.tag("late", 1),
         lambda: writer.untag("late"),

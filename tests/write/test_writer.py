@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import threading
 import time
@@ -19,10 +20,12 @@ import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.states.state import FlatState
+from ckptstore.host.arenas import LEAST
 from ckptstore.store import Store
+from ckptstore.write.stage import Stage
 from tests.write import inside
 from tests.write.held import hold
-from tests.write.medium import Medium
+from tests.write.medium import Medium, weights
 from tests.write.trainer import Trainer
 
 LARGE = {"a": np.zeros(2 << 20), "b": np.zeros(2 << 20)}
@@ -61,9 +64,97 @@ def test_after_close_nothing_is_taken(store: ckptstore.Store) -> None:
     writer.close()
 
 
-def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
+def test_nothing_is_acknowledged_in_a_store_that_cannot_be_opened_any_more(tmp_path: Path) -> None:
+    format_file = tmp_path / "FORMAT"
+    with ckptstore.open(tmp_path, create=True).writer(poll_seconds=None) as writer:
+        writer.save({"w": np.zeros(5)}, 1)
+        text = format_file.read_bytes()
+        format_file.unlink()
+        with pytest.raises(ckptstore.StorageError, match="lost its FORMAT file"):
+            writer.save({"w": np.ones(5)}, 2)
+        format_file.write_bytes(text)
+        writer.save({"w": np.ones(5)}, 2)
+    assert [info.step for info in ckptstore.open(tmp_path).checkpoints()] == [1, 2]
+
+
+def check_bounded(held: list[int]) -> None:
+    """After the first saves no more memory is added; the pool frees what was not used for a while."""
+    assert held[-1] <= max(held[:4]), held
+
+
+def test_the_memory_of_copied_gradients_serves_the_next_save(store: ckptstore.Store) -> None:
+    trainer, held = Trainer(), []
+    with store.writer(diffs=DiffOptions(), poll_seconds=None) as writer:
+        for step in range(1, 13):
+            trainer.train()
+            writer.save_async(trainer.state(), step, updates=trainer.updates())
+            writer.wait()
+            held.append(inside.snapshots_held(writer))
+    check_bounded(held)
+
+
+def test_the_memory_of_a_save_that_failed_serves_the_next(
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    medium = Medium(monkeypatch, 20, held=False)
+    held = []
+    with store.writer(deltas=1, poll_seconds=None) as writer:
+        writer.save_async(weights(1), 1).result(60)
+        medium.fails = set(range(1, 20))
+        for _ in range(12):
+            with pytest.raises(ckptstore.StorageError, match="no space"):
+                writer.save_async(weights(2), 2).result(60)
+            writer.wait()
+            held.append(inside.snapshots_held(writer))
+    check_bounded(held)
+
+
+class Unreadable(NumpySource):
+    """A tensor that cannot be copied."""
+
+    def view(self) -> Any:
+        raise ZeroDivisionError
+
+
+def test_the_memory_of_a_save_whose_gradients_cannot_be_copied_serves_the_next(store: ckptstore.Store) -> None:
+    trainer, held = Trainer(), []
+    with store.writer(diffs=DiffOptions(), poll_seconds=None) as writer:
+        for step in (1, 2):
+            trainer.train()
+            writer.save_async(trainer.state(), step, updates=trainer.updates())
+        for _ in range(12):
+            trainer.train()
+            broken = {name: Unreadable(gradient.array) for name, gradient in trainer.gradients.items()}
+            trainer.gradients.update(broken)
+            writer.wait()
+            with pytest.raises(ZeroDivisionError):
+                writer.save_async(trainer.state(), 3, updates=trainer.updates())
+            held.append(inside.snapshots_held(writer))
+    check_bounded(held)
+
+
+@pytest.mark.parametrize("options", [{}, {"deltas": 4}, {"deltas": 4, "memory": LEAST}], ids=str)
+def test_nothing_that_was_passed_to_another_thread_outlives_its_save(
+    store: ckptstore.Store, options: dict[str, Any]
+) -> None:
+    """Not even while the caller has its `PendingSave`."""
+    others = [one for one in gc.get_objects() if isinstance(one, Stage)]  # of errors that other tests raised
+    with store.writer(poll_seconds=None, **options) as writer:
+        pending = [writer.save_async(weights(step), step) for step in (1, 2)]
+        writer.wait()
+        limit = time.monotonic() + 20
+        while any(
+            isinstance(one, Stage) and one not in others for one in gc.get_objects()
+        ):  # a lane's thread may still be returning
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+    assert all(one.done() for one in pending)
+
+
+@pytest.mark.parametrize("options", [{}, {"deltas": 4}], ids=["fulls", "deltas"])
+def test_closed_while_the_state_is_copied(store: ckptstore.Store, options: dict[str, Any]) -> None:
     """The pool that copies ends with the writer; its own error would be meaningless to the caller."""
-    writer = store.writer(poll_seconds=None)
+    writer = store.writer(poll_seconds=None, **options)
 
     closing = threading.Thread(target=writer.close)
     starting = threading.Lock()  # two threads cannot call `Thread.start` at once
@@ -76,6 +167,8 @@ def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
                 while True:
                     writer.prepare(LARGE)
                     time.sleep(0.001)
+            if options:  # the thread that saves asks for this before the pool copies: the pool may be gone by then
+                closing.join(60)
             return super().view()
 
     with pytest.raises(ckptstore.WriterClosedError, match="closed"):
@@ -85,12 +178,13 @@ def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
     assert not store.backend.list("seg/")
 
 
+@pytest.mark.parametrize("options", [{}, {"deltas": 4}], ids=["fulls", "deltas"])
 def test_a_save_that_comes_while_an_earlier_one_keeps_the_writer_from_closing_is_refused(
-    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
+    store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """It would be committed after the end of the term, or never."""
     medium = Medium(monkeypatch, 2)
-    writer = store.writer(max_in_flight=2, poll_seconds=None)
+    writer = store.writer(max_in_flight=2, poll_seconds=None, **options)
     closing = threading.Thread(target=writer.close)
 
     class Closing(NumpySource):

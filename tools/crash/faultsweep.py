@@ -94,12 +94,12 @@ def inject(
     return surfaced, states, restored
 
 
-def places(kind: str, medium: str = "folder", life: str = "whole") -> int:
-    """The number of places that a healthy life has for a kind of fault."""
+def places(medium: str = "folder", life: str = "whole") -> dict[str, int]:
+    """The number of places that a healthy life has for each kind of fault."""
     disk = RecordingPosix()
     healthy = FaultyPosix(disk)
     LIVES[life](lambda: backend_on(medium, "/store", healthy, disk), lambda _: None)
-    return sum(healthy.calls[name] for name in _COUNTED[KINDS[kind][0]])
+    return {kind: sum(healthy.calls[name] for name in _COUNTED[calls]) for kind, (calls, _) in KINDS.items()}
 
 
 def sweep(
@@ -116,9 +116,10 @@ def sweep(
     injected: Counter[str] = Counter()
     surfaced: Counter[str] = Counter()
     survived = states = restored = 0
+    there = places(medium, life)
     for kind, (_, make) in KINDS.items():
         cut_short = cuts if kind.startswith(("EIO on f", "disk", "nothing")) else 0
-        for nth in range(1 + start % every, places(kind, medium, life) + 1, every):
+        for nth in range(1 + start % every, there[kind] + 1, every):
             try:
                 error, cut, found = inject(*make(nth), cuts=cut_short, medium=medium, life=life)
             except Exception as broken:

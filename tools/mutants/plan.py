@@ -115,7 +115,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("client/state_transfer", "client/agent_term", "client/buffer_client", "server/shared_buffers")
     },
     **{
-        f"ckptstore/write/ranks/{name}.py": _some("rank_device_copies", "ranks", "rank_replicas", "rank_diffs")
+        f"ckptstore/write/ranks/{name}.py": _some(
+            "rank_device_copies", "ranks", "rank_replicas", "rank_diffs", "rank_memory"
+        )
         for name in ("shares", "share_snapshot", "share_writer", "rank_save")
     },
     "ckptstore/agent/client/agent_rendezvous.py": _some("agent/test_rank_agents", "handover"),
@@ -210,13 +212,27 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     ),
     "ckptstore/write/capture/layerwise_save.py": _some("direct", "agent/test_saving"),
     "ckptstore/write/capture/unit_copy.py": _some("write/test_memory", "concurrent", "rank_memory", "torch_offload"),
-    **{f"ckptstore/write/{name}.py": _some("write/test_memory", "concurrent") for name in ("stage", "save_path")},
+    "ckptstore/write/capture/bounded_capture.py": _some("write/test_memory", "rank_memory"),
+    "ckptstore/write/capture/layer_copies.py": _some("layerwise_save", "direct", "agent/test_saving"),
+    "ckptstore/write/save_calls.py": _some("writer", "layerwise_save", "reentrance", "diff_batches", "concurrent"),
+    "ckptstore/write/saves/job.py": _some("concurrent*", "writer", "layerwise_save", "diffs", "deltas*"),
+    **{
+        f"ckptstore/write/{name}.py": _some("concurrent*", "failed_in_flight", "writer", "write/test_memory")
+        for name in ("stage", "save_path")
+    },
     "ckptstore/write/full_saves.py": _some(
         "write/test_memory", "concurrent", "writer", "layerwise_save", "torch_offload"
     ),
     **{
         f"ckptstore/write/{name}.py": _some(
-            "torch_offload", "device_copies", "layerwise_save", "writer", "reentrance", "diffs", "deltas*"
+            "torch_offload",
+            "device_copies",
+            "rank_device_copies",
+            "layerwise_save",
+            "writer",
+            "reentrance",
+            "diffs",
+            "deltas*",
         )
         for name in ("compressed_saves", "capture/snapshot")
     },
@@ -225,7 +241,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("policy/order_policy", "policy/orders", "resident_bases", "deltas")
     },
     "ckptstore/write/retainer.py": _some("kept_fulls", "pruning", "rank_retention"),
-    "ckptstore/write/commits.py": _some("replaced", "writer"),
+    "ckptstore/write/commits.py": _some("writer", "labels", "tags_and_retirement", "replaced"),
     **{f"ckptstore/write/{name}.py": _some("failed_in_flight") for name in ("saves/lost_steps", "saves/in_flight")},
     "ckptstore/write/steps/unexplained_bytes.py": _some("unexplained_steps"),
     "ckptstore/write/writer_options.py": _some("write/test_memory", "misuse", "writer"),

@@ -22,6 +22,7 @@ raise the result of a function: of ``raise self._bad(...)`` the class counts tha
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -144,9 +145,14 @@ def sites_in(path: str, source: bytes) -> list[Site]:
         path: relative to the tree's root; it decides which rules apply.
         source: the file's bytes.
     """
+    return list(_sites_in(path, source))
+
+
+@functools.cache
+def _sites_in(path: str, source: bytes) -> tuple[Site, ...]:
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
-    return numbered(finder.found)
+    return tuple(numbered(finder.found))
 
 
 def numbered(found: Iterable[Site]) -> list[Site]:

@@ -14,6 +14,7 @@ branch was reported, and it happens only where another process has opened a term
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -118,6 +119,7 @@ def _newest(log: tuple[Rec, ...]) -> Rec | None:
     return next((rec for rec in reversed(log) if rec.opens), None)
 
 
+@functools.cache  # a search asks for those of a few logs again and again
 def _commits(log: tuple[Rec, ...]) -> tuple[Commit, ...]:
     return tuple(commit for rec in log for commit in rec.commits)
 

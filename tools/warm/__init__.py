@@ -12,7 +12,8 @@ So a library's first-use work is done in every script again. The nursery reports
 or its creator dies, so do all scripts that it has started.
 
 Differences from a cold interpreter: settings that modules read from the environment at import (`OMP_NUM_THREADS`, ...)
-are the nursery's, so other values are refused; hashes of texts have one seed in all scripts.
+are the nursery's, so other values are refused; hashes of texts have one seed in all scripts; the process ends after its
+last `atexit` handler, without a teardown of modules (``teardown=True``: with one).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -26,6 +27,10 @@ from tools.warm.script import MOST, WarmError
 
 _PDEATHSIG: Final = 1
 _STREAMS: Final = 3
+_FAILED_FLUSH: Final = 120
+"""The interpreter's exit status if its standard output cannot be flushed."""
+_ended: int | None = None
+"""The exit status of a fork whose script has ended; None: the interpreter ends it as usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,9 @@ def _become(work: _Work, nursery: int, interrupts: Any) -> None:
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if (points := sys.modules.get("ckptstore.host.crash_points")) is not None:  # its import read the nursery's variable
+        place, _, count = os.environ.get("CKPTSTORE_CRASH_AT", "").partition(":")
+        points.arm(place, int(count or 1))
     for action in work.asked["filters"]:
         warnings.simplefilter(action)
 
@@ -154,14 +162,49 @@ def _nursery(control: socket.socket, modules: Sequence[str]) -> _Work | None:
     return _serve(control)
 
 
+def _run_to_end(asked: dict[str, Any]) -> None:
+    """Run the script, and note its exit status for `_leave`."""
+    global _ended
+    status: int | None = 1
+    try:
+        _run(asked)
+        status = 0
+    except SystemExit as error:
+        code = error.code
+        status = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+        raise
+    except KeyboardInterrupt:
+        status = None  # a signal ends the interpreter
+        raise
+    finally:
+        _ended = None if asked["teardown"] else status
+
+
+def _leave() -> None:
+    """End a fork after all other handlers.
+
+    Prevents: a teardown of the nursery's modules, whose memory every fork would copy first: 0.3 s of a core.
+    """
+    if _ended is None:
+        return
+    status = _ended
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # the reader is gone, or the script has closed it
+            status = _FAILED_FLUSH if stream is sys.stdout and not stream.closed else status
+    os._exit(status)
+
+
 def _main() -> None:
+    atexit.register(_leave)  # before any module registers a handler: the last one comes first
     interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that starts scripts
     nursery = os.getpid()
     with socket.socket(fileno=int(sys.argv[1])) as control:
         work = _nursery(control, sys.argv[2:])
     if work is not None:
         _become(work, nursery, interrupts)
-        _run(work.asked)
+        _run_to_end(work.asked)
 
 
 if __name__ == "__main__":

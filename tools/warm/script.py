@@ -28,12 +28,19 @@ class Script:
         args: its command line.
         pid: of the process.
         returncode: None: it was running at the last check; -9: SIGKILL.
-        stdout, stderr: of ``PIPE``.
+        stdin, stdout, stderr: of ``PIPE``.
     """
 
-    def __init__(self, args: Sequence[str], status: int, stdout: IO[Any] | None, stderr: IO[Any] | None) -> None:
+    def __init__(
+        self,
+        args: Sequence[str],
+        status: int,
+        stdout: IO[Any] | None,
+        stderr: IO[Any] | None,
+        stdin: IO[Any] | None = None,
+    ) -> None:
         self.args = list(args)
-        self.stdout, self.stderr = stdout, stderr
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
         self.returncode: int | None = None
         self._status = status
         self._told = b""
@@ -44,9 +51,10 @@ class Script:
 
     def __exit__(self, *_: object) -> None:
         """Wait until it has ended, and close its pipes."""
-        for pipe in (self.stdout, self.stderr):
+        for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # it ended before it had read all
+                    pipe.close()
         self.wait()
 
     def poll(self) -> int | None:
@@ -80,7 +88,13 @@ class Script:
         self.send_signal(signal.SIGTERM)
 
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
-        """Read its pipes to their ends, and wait -> their contents. Raises `subprocess.TimeoutExpired`."""
+        """Read its pipes to their ends, and wait -> their contents. Raises `subprocess.TimeoutExpired`.
+
+        Its standard input ends.
+        """
+        if self.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.stdin.close()
         until = None if timeout is None else time.monotonic() + timeout
         found = {pipe: b"" for pipe in (self.stdout, self.stderr) if pipe is not None}
         open_ = {pipe.fileno(): pipe for pipe in found}

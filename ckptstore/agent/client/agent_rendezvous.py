@@ -24,7 +24,7 @@ from ckptstore.formats.checksums import xxh3_128
 from ckptstore.write.ranks.messages.key_value_store import Group, ReplyDeadline, fetch, post, withdraw
 from ckptstore.write.ranks.messages.rank_messages import pack, unpack
 from ckptstore.write.ranks.rank_options import RankOptions
-from ckptstore.write.ranks.rendezvous import gathered, joined, say_here
+from ckptstore.write.ranks.rendezvous import gather_ranks, request_invitation, say_here
 
 __all__ = ["AgentRendezvous", "KeptStep"]
 
@@ -98,11 +98,11 @@ class AgentRendezvous:
         group, base = self.group, f"ckptstore/agents/{xxh3_128(f'{url}{chr(0)}{name}'.encode())}"
         said = _RankReport(_here(), group.size, None if flaw is None else f"{type(flaw).__name__}: {flaw}", kept)
         if group.rank:
-            token, same = self._joined(base, said, flaw)
+            token, same = self._join(base, said, flaw)
             return RankJob(group.rank, group.size, self.options, token, url, name), same
         session = secrets.token_hex(16)
         try:
-            others = self._gathered(base, session)
+            others = self._gather_reports(base, session)
             if flaw is not None:
                 raise flaw
             _check(said, others)
@@ -114,21 +114,21 @@ class AgentRendezvous:
         self._answer(base, session, [token.hex(), same, None])
         return RankJob(0, group.size, self.options, token, url, name, listener.fileno()), same
 
-    def _joined(self, base: str, said: _RankReport, flaw: BaseException | None) -> tuple[bytes, bool]:
+    def _join(self, base: str, said: _RankReport, flaw: BaseException | None) -> tuple[bytes, bool]:
         """The side of a rank above 0 -> the token, and whether all kept the same step."""
-        session, _ = unpack(self._awaited(joined(self.group, base), self.options.timeout), "invite")
+        session, _ = unpack(self._await_letter(request_invitation(self.group, base), self.options.timeout), "invite")
         say_here(self.group, base, session, said.packed())
         if flaw is not None:
             raise flaw
         key = f"{base}/answer/{session}/{self.group.rank}"
         # Rank 0 waits for late ranks, at most for its own timeout.
-        token, same, reason = unpack(self._awaited(key, 2 * self.options.timeout), "answer")
+        token, same, reason = unpack(self._await_letter(key, 2 * self.options.timeout), "answer")
         withdraw(self.group.mailbox, [key])
         if reason is not None:
             raise FailedRankError(f"no agents were started: {reason}")
         return bytes.fromhex(token), same
 
-    def _awaited(self, key: str, seconds: float) -> bytes:
+    def _await_letter(self, key: str, seconds: float) -> bytes:
         letter: bytes | None = None
         if ReplyDeadline(seconds, self.group.ended).wait(lambda: self.group.mailbox.has([key])):
             letter = fetch(self.group.mailbox, key)
@@ -136,10 +136,10 @@ class AgentRendezvous:
             raise MissingRankError(f"rank 0 did not say within {seconds:g} s where its agent is; no agent was started")
         return letter
 
-    def _gathered(self, base: str, session: str) -> dict[int, _RankReport]:
+    def _gather_reports(self, base: str, session: str) -> dict[int, _RankReport]:
         """Rank 0's side: wait for the other ranks -> their reports."""
         told = "no agents were started", "this"
-        letters = gathered(self.group, base, session, self.options.timeout, told, lambda _rank, _size: None)
+        letters = gather_ranks(self.group, base, session, self.options.timeout, told, lambda _rank, _size: None)
         return {rank: _RankReport.unpacked(letter, f"rank {rank}") for rank, letter in letters.items()}
 
     def _answer(self, base: str, session: str, answer: list[Any]) -> None:

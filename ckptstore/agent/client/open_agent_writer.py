@@ -174,7 +174,7 @@ class _Opener:
             while True:
                 left = find_agent(place, told, lost)
                 if left is not None:
-                    inherited = self._taken(left, parent)
+                    inherited = self._inherited_state(left, parent)
                     if self._goes_on(left, parent) and (inherited is not None or left.greeting["newest"] is None):
                         return left, inherited
                     _end(left)
@@ -221,7 +221,7 @@ class _Opener:
         wanted = parent if isinstance(parent, CheckpointInfo) else self._store.checkpoint(parent)
         return wanted.ref == latest.ref and wanted.state == latest.state
 
-    def _taken(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> Inherited | None:
+    def _inherited_state(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> Inherited | None:
         """The state that an agent kept, if it continues from `parent`."""
         try:
             if left.greeting["newest"] is None or not self._fits(left, parent):
@@ -287,7 +287,7 @@ class _RankOpener(_Opener):
             inherited: Inherited | None = None
             kept: KeptStep | None = None
             try:
-                inherited, kept = self._cleared(place, parent)
+                inherited, kept = self._clear_place(place, parent)
             except CkptError as error:
                 flaw = error
             with contextlib.ExitStack() as listening:
@@ -296,7 +296,7 @@ class _RankOpener(_Opener):
         finally:
             place.close()
 
-    def _cleared(
+    def _clear_place(
         self, place: AgentAddress, parent: str | int | CheckpointInfo | None
     ) -> tuple[Inherited | None, KeptStep | None]:
         """End the agent that an earlier trainer left -> the state that it kept, and that state's run, term and step.
@@ -310,7 +310,7 @@ class _RankOpener(_Opener):
         inherited: Inherited | None = None
         kept: KeptStep | None = None
         while True:
-            left = find_agent(place, told=_heard, lost=_heard)  # waits while it still agrees with others
+            left = find_agent(place, told=_ignore, lost=_ignore)  # waits while it still agrees with others
             until = until or time.monotonic() + _BEGINNING
             if left is not None:
                 inherited, kept = self._left(left, parent), None
@@ -328,7 +328,7 @@ class _RankOpener(_Opener):
         """The state that an agent kept, if all ranks may use it: a checkpoint of as many ranks, without shards."""
         if parent != "latest" or left.greeting.get("size") != self._together.group.size:
             return None
-        inherited = self._taken(left, parent)
+        inherited = self._inherited_state(left, parent)
         if inherited is None or not inherited.is_whole or not inherited.durable:
             return None
         try:
@@ -339,7 +339,7 @@ class _RankOpener(_Opener):
         return inherited
 
 
-def _heard(_: object) -> None:
+def _ignore(_: object) -> None:
     """Ignore an event or a loss."""
 
 

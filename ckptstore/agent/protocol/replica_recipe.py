@@ -1,7 +1,8 @@
 """The recipe by which an agent computes a step's state from the state before, and the digests that prove it.
 
 Trainer and agent compute the same layout of an *area*, the shared memory of one step. It holds gradients, then the
-tensors that are sent whole, then digests of the tensors that the agent computes itself.
+tensors that are sent whole, then digests of the tensors that the agent computes itself. In the place of a gradient may
+be its entries alone: int32 indices, then fp32 values.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import numpy.typing as npt
 from ckptstore.agent.protocol.message_fields import StateLayout, whole_number
 from ckptstore.errors import AgentError
 from ckptstore.formats.checksums import xxh3_64
+from ckptstore.formats.optim import SparseGradient
 from ckptstore.host.batched_copies import run_shared
 from ckptstore.host.buffers import Bytes
 
-__all__ = ["Digests", "Proof", "Recipe", "Row", "read_recipe"]
+__all__ = ["Digests", "Proof", "Recipe", "Row", "read_entries", "read_recipe", "write_entries"]
 
 Digests: TypeAlias = npt.NDArray[np.uint64]
 
 _LINE: Final = 128
 _PIECE: Final = 4 << 20
 """Bytes that one digest covers: enough work for a thread."""
+_MOST_INDICES: Final = 1 << 31
 _MOST_SLOTS: Final = 16
 _TEXT: Final = 64
 
@@ -150,6 +153,46 @@ def read_recipe(form: Any, layout: StateLayout) -> Recipe:
     if len(set(numbers)) != len(numbers):
         raise AgentError("a position occurs twice in 'made'")
     return Recipe(layout, kinds, groups, tuple(rows), numbers)
+
+
+def write_entries(gradient: SparseGradient, place: Bytes) -> bool:
+    """Write the entries of a gradient into its place of an area -> False: they do not fit, and nothing is written.
+
+    At most half of at most 2**31 numbers fit.
+
+    Args:
+        gradient: int indices and fp32 values.
+        place: uint8, the bytes of the dense fp32 gradient.
+    """
+    count = len(gradient.indices)
+    if 8 * count > len(place) or gradient.size > _MOST_INDICES:
+        return False
+    place[: 4 * count].view(np.int32)[:] = gradient.indices
+    place[4 * count : 8 * count].view(np.float32)[:] = gradient.values
+    return True
+
+
+def read_entries(place: Bytes, count: int) -> SparseGradient:
+    """Read the entries in a gradient's place, and put the dense fp32 gradient there -> a copy of the entries.
+
+    Args:
+        place: uint8, in an area.
+        count: the number of entries.
+
+    Raises:
+        AgentError: they are not entries of this gradient. The place is unchanged then.
+    """
+    if 8 * count > len(place):
+        raise AgentError(f"{count} entries in a gradient of {len(place)} bytes")
+    indices = place[: 4 * count].view(np.int32).copy()
+    values = place[4 * count : 8 * count].view(np.float32).copy()
+    try:
+        found = SparseGradient(indices, values, len(place) // 4)
+    except ValueError as error:
+        raise AgentError(str(error)) from error
+    place[:] = 0
+    place.view(np.float32)[indices] = values
+    return found
 
 
 def _cut(nbytes: int) -> list[tuple[int, int]]:

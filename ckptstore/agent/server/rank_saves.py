@@ -34,10 +34,10 @@ from ckptstore.store import Store
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.ranks.messages.key_value_store import Group, fetch, post
 from ckptstore.write.ranks.messages.rank_messages import pack, unpack
-from ckptstore.write.ranks.rank_save import Adopted
 from ckptstore.write.ranks.rank_writer import RankWriter
 from ckptstore.write.ranks.rank_writer_factory import open_rank_writer
 from ckptstore.write.saves.ledger import PendingSave
+from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Update
 from ckptstore.write.writer_options import WriterOptions
 
@@ -145,14 +145,14 @@ class RankSaves:
             else:
                 snapshot.land()
 
-        given = Adopted(Snapshot(snapshot.flat, land, snapshot.free), gradients)
+        given = Copies(Snapshot(snapshot.flat, land, snapshot.free), updates, gradients)
 
         def hand_over() -> None:
             try:
-                pending = self.writer.take_over(given, step, metadata=metadata, tags=tags, updates=updates)
+                pending = self.writer.take_over(given, step, metadata=metadata, tags=tags)
             except BaseException as error:  # noqa: BLE001  # the result raises it
                 done.set_exception(_translated(error))
-                given.give_back()
+                given.let_go()
                 snapshot.land()
                 return
             begun.append(pending)

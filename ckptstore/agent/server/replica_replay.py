@@ -7,18 +7,19 @@ state, and the trainer has to hand over a whole one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
-from ckptstore.agent.protocol.message_fields import StateLayout, number, read, read_labels, whole_number
-from ckptstore.agent.protocol.replica_recipe import Proof, Recipe, read_recipe
+from ckptstore.agent.protocol.message_fields import StateLayout, TensorForm, number, read, read_labels, whole_number
+from ckptstore.agent.protocol.replica_recipe import Proof, Recipe, read_entries, read_recipe
 from ckptstore.agent.server.agent_snapshot import FilledBuffer, UnwrittenState, state_in_buffer
 from ckptstore.agent.server.shared_buffers import SharedBuffer
 from ckptstore.agent.server.snapshot_keeper import SnapshotKeeper
 from ckptstore.errors import AgentError, CkptError, UnsupportedStateError
 from ckptstore.formats import optim
+from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.optim.step_settings import MAX_COUNT
 from ckptstore.frameworks import bridge
 from ckptstore.host.batched_copies import BatchedCopies
@@ -44,12 +45,14 @@ class _OptimizerCall:
         settings: settings of each group.
         moved: rows whose parameters had a gradient; None: all rows of the optimizer.
         scaling: see `TorchSteps.step`.
+        sparse: the number of entries of each gradient that is sent as its entries, by row.
     """
 
     optimizer: int
     settings: list[dict[str, Any]]
     moved: frozenset[int] | None
     scaling: tuple[float | None, float | None]
+    sparse: dict[int, int]
 
 
 class ReplicaReplay:
@@ -97,6 +100,7 @@ class ReplicaReplay:
             stage = self._stage(buffer)
             BatchedCopies([(stage.address, _address(base.buffer.shared.memory), size)]).run(keeper.workers)
             bridge.optimizers().set_threads(max(1, whole_number(body["threads"], _MOST_THREADS)))
+            entries = {row: self._entries(area, row, count) for call in calls for row, count in call.sparse.items()}
             for call in calls:
                 stage.step(call, self._gradients_of(area))
             stage.sent(area).run(keeper.workers)
@@ -105,21 +109,38 @@ class ReplicaReplay:
                 keeper.pool.give_back(buffer)
                 return [recipe.layout.tensors[recipe.made[one]].name for one in wrong[:_MOST_NAMES]]
             filled = FilledBuffer(buffer.number, recipe.layout, body["tree"], *read_labels(body))
-            return UnwrittenState(step, filled, buffer, state_in_buffer(filled, buffer), self._updates(calls, stage))
+            return UnwrittenState(
+                step, filled, buffer, state_in_buffer(filled, buffer), self._updates(calls, stage, entries)
+            )
         except BaseException:
             keeper.pool.give_back(buffer)
             raise
 
     def _calls(self, form: Any) -> list[_OptimizerCall]:
         found = []
-        for optimizer, settings, moved, scaling in form:
+        for optimizer, settings, moved, scaling, sparse in form:
             place = whole_number(optimizer, len(self._recipe.kinds) - 1)
             if len(settings) != self._recipe.groups[place]:
                 raise AgentError(f"settings of {len(settings)} groups for {self._recipe.groups[place]}")
             scale, infinity = (None if one is None else number(one) for one in scaling)
             rows = None if moved is None else frozenset(whole_number(row) for row in moved)
-            found.append(_OptimizerCall(place, [_checked(one) for one in settings], rows, (scale, infinity)))
+            counts = {self._sparse_row(row): whole_number(count) for row, count in sparse}
+            found.append(_OptimizerCall(place, [_checked(one) for one in settings], rows, (scale, infinity), counts))
         return found
+
+    def _sparse_row(self, row: Any) -> int:
+        place = whole_number(row)
+        if place not in self._recipe.gradients or self._weight(place).dtype != "F32":
+            raise AgentError(f"row {place} has no fp32 gradient")
+        return place
+
+    def _weight(self, row: int) -> TensorForm:
+        return self._recipe.layout.tensors[self._recipe.rows[row].weight]
+
+    def _entries(self, area: SharedBuffer, row: int, count: int) -> SparseGradient:
+        """Make a gradient in an area dense, of which the entries were sent -> a copy of the entries."""
+        start = self._recipe.gradients[row]
+        return read_entries(area.shared.memory[start : start + self._weight(row).nbytes], count)
 
     def _stage(self, buffer: SharedBuffer) -> _Stage:
         for gone in [one for one in self._stages if not self._keeper.pool.has(one)]:
@@ -140,7 +161,9 @@ class ReplicaReplay:
             }
         return found
 
-    def _updates(self, calls: Sequence[_OptimizerCall], stage: _Stage) -> list[Update]:
+    def _updates(
+        self, calls: Sequence[_OptimizerCall], stage: _Stage, entries: Mapping[int, SparseGradient]
+    ) -> list[Update]:
         """What the optimizers did, for a writer that stores step diffs. Other tensors are stored as differences."""
         by_optimizer: dict[int, _OptimizerCall] = {}
         for call in calls:
@@ -162,6 +185,8 @@ class ReplicaReplay:
                 continue
             skipped = bool(its_call.scaling[1])
             update = _update(self._recipe.layout, dict(row.slots), known, stage.count(row.slots), skipped)
+            if update is not None and its_call.scaling[0] is None:  # else the kernel divides the gradient first
+                update = replace(update, gradient=entries.get(place))
             if update is not None:
                 found.append(update)
         return found

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["PlannedSaves", "SaveLabels", "plannable"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
-_IN_VAIN: Final = 3
+_MOST_MISFITS: Final = 3
 """Consecutive plans that did not fit a single later step, before a pause."""
 _PAUSE: Final = 200
 """Saves until the next plan is tried."""
@@ -85,9 +85,9 @@ class PlannedSaves:
         self._made = 0
         self._offsets: Sequence[int] = ()  # of the tensors in the memory that an agent lends
         self._lock = threading.Lock()
-        self._in_vain = 0
+        self._misfits = 0
         self._pause = 0
-        self._looked = False  # `foresee` has run
+        self._foresee_ran = False  # `foresee` has run
         self._touching: dict[int, Prefault] = {}
 
     def save(self, step: int, ranks: int, collected: CollectedSteps, labels: SaveLabels) -> PendingSave | None:
@@ -97,23 +97,23 @@ class PlannedSaves:
             as `Writer.save_async`.
         """
         began = time.monotonic()
-        plan, light = self._taken(step, ranks)
+        plan, light = self._plan_and_state(step, ranks)
         if plan is None or light is None:
             return None
         if isinstance(self._writer, LocalWriter):
-            return self._adopted(self._writer, (plan, light), step, collected, labels, began)
-        return self._filled(self._writer, (plan, light), step, collected, labels, began)
+            return self._save_in_process(self._writer, (plan, light), step, collected, labels, began)
+        return self._save_with_agent(self._writer, (plan, light), step, collected, labels, began)
 
     def foresee(self, step: int, ranks: int) -> None:
         """After a step that is not saved: prepare memory for the first save in the background, at most once.
 
         Raises nothing: the first save raises the error, if it still occurs.
         """
-        if self._looked or self._plan is not None:
+        if self._foresee_ran or self._plan is not None:
             return
-        self._looked = True
+        self._foresee_ran = True
         try:
-            plan, light = self._taken(step, ranks)
+            plan, light = self._plan_and_state(step, ranks)
             if plan is None or light is None:
                 return
             if isinstance(self._writer, LocalWriter):
@@ -123,7 +123,7 @@ class PlannedSaves:
         except Exception as error:  # noqa: BLE001  # no step is to be saved now
             _LOG.info("nothing is made ready for the first save: %s", error)
 
-    def _adopted(
+    def _save_in_process(
         self,
         writer: LocalWriter,
         planned: tuple[StatePlan, FlatState],
@@ -158,7 +158,7 @@ class PlannedSaves:
                 snapshot.free()
             raise
 
-    def _filled(
+    def _save_with_agent(
         self,
         writer: AgentWriter,
         planned: tuple[StatePlan, FlatState],
@@ -178,22 +178,23 @@ class PlannedSaves:
         state = PlannedState(light.tree, plan.tensors, (), plan.nbytes)
         return writer.save_filled(state, step, fill, metadata=labels.metadata, tags=labels.tags, began=began)
 
-    def _taken(self, step: int, ranks: int) -> tuple[StatePlan | None, FlatState | None]:
+    def _plan_and_state(self, step: int, ranks: int) -> tuple[StatePlan | None, FlatState | None]:
+        """The plan of the state, and the state as it is now; None: no plan fits it."""
         if self._plan is not None:
             light = self._plan.taken(step, ranks)
             if light is not None:
-                self._in_vain = 0
+                self._misfits = 0
                 return self._plan, light
             self._forget()
         if self._pause:
             self._pause -= 1
             return None, None
-        self._in_vain += 1
+        self._misfits += 1
         state = self._captured.state(step, ranks)
         plan = StatePlan.made(self._captured, state, bridge.flattened(state), step, ranks)
         light = None if plan is None else plan.taken(step, ranks)
-        if plan is None or light is None or self._in_vain > _IN_VAIN:
-            self._in_vain, self._pause = 0, _PAUSE
+        if plan is None or light is None or self._misfits > _MOST_MISFITS:
+            self._misfits, self._pause = 0, _PAUSE
             return None, None
         if plan.nbytes >= WORTH_THREADS or len(plan.tensors) >= _MANY:
             self._pool.wake()

@@ -139,7 +139,7 @@ class ScriptState:
         if self._extra:
             left_out = self._standing_extra if standing else ()
             found["extra"] = {name: None if name in left_out else get() for name, (get, _) in self._extra.items()}
-        found["random"] = self.random = rng.gathered()
+        found["random"] = self.random = rng.global_states()
         if script := self._script(standing=standing):
             found["script"] = script
         found["environment"] = self.environment(ranks)

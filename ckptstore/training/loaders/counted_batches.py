@@ -23,7 +23,7 @@ from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training import rng
 from ckptstore.training.loaders import loader_facts
 from ckptstore.training.loaders.loader_facts import Difference
-from ckptstore.training.loaders.loader_plans import FORMAT, LoaderPlan, is_stateful, keeps_iterator, planned, read
+from ckptstore.training.loaders.loader_plans import FORMAT, LoaderPlan, is_stateful, keeps_iterator, plan_loader, read
 from ckptstore.training.loaders.rest_of_epoch import RestOfEpoch
 
 __all__ = ["CountedBatches", "counted", "is_stateful"]
@@ -104,7 +104,7 @@ class CountedBatches:
             if self._turn is turn:
                 self._given += 1
             else:
-                self._passed_by()
+                self._note_replacement()
             yield batch
 
     @property
@@ -150,7 +150,7 @@ class CountedBatches:
         Raises:
             FormatError: this loader cannot continue from that state.
         """
-        return list(planned(self.loader, read(state), self._made_with).differences)
+        return list(plan_loader(self.loader, read(state), self._made_with).differences)
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from there: the next iteration yields the rest of the epoch.
@@ -160,7 +160,7 @@ class CountedBatches:
             what the loader's own ``load_state_dict`` raises.
         """
         saved = read(state)
-        plan = planned(self.loader, saved, self._made_with)
+        plan = plan_loader(self.loader, saved, self._made_with)
         self._leave_rest()
         leave: frozenset[str] = frozenset()
         if is_stateful(self.loader) and isinstance(self.loader, DataLoader):
@@ -186,7 +186,7 @@ class CountedBatches:
             warn("; ".join(remarks), DeterminismWarning)
 
     def saved(self, generators: Mapping[str, Any] | None) -> None:
-        """Note with which global generators (`rng.gathered`) the step was saved.
+        """Note with which global generators (`rng.global_states`) the step was saved.
 
         None: it was not saved, or the generators were restored.
         """
@@ -234,7 +234,7 @@ class CountedBatches:
             return self._begin()
         begun = saved["begun"]
         if begun is not None:
-            self._at_its_beginning(begun, plan)
+            self._restart_epoch(begun, plan)
         if plan.way == "samples":
             self._given, self._start = 0, plan.skipped
         batches = self._batches()
@@ -255,7 +255,7 @@ class CountedBatches:
         self._set(now)  # includes what training drew meanwhile (dropout, above all), which was not drawn again
         return self._first_watched(batches) if lazy and not isinstance(self.loader, DataLoader) else batches
 
-    def _at_its_beginning(self, begun: Mapping[str, Any], plan: LoaderPlan) -> None:
+    def _restart_epoch(self, begun: Mapping[str, Any], plan: LoaderPlan) -> None:
         """Restore everything to the beginning of the epoch."""
         sampler = loader_facts.sampler_of(self.loader)
         epoch = begun.get("sampler_epoch")
@@ -330,9 +330,9 @@ class CountedBatches:
 
     def _first_watched(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same iterator; warns if loading the first batch draws random numbers, because their use is unknown."""
-        before = rng.gathered()
+        before = rng.global_states()
         first = list(itertools.islice(batches, 1))
-        if not rng.equal(before, rng.gathered()):
+        if not rng.equal(before, rng.global_states()):
             self._remarks.append(
                 f"{type(self.loader).__name__}.__iter__ is a generator, and random numbers were drawn when its first "
                 "batch was requested: if they were not for that batch (but to shuffle, say), this run draws "
@@ -347,7 +347,7 @@ class CountedBatches:
             self._rest.remove()
             self._rest = None
 
-    def _passed_by(self) -> None:
+    def _note_replacement(self) -> None:
         """Note that another iteration or a restore replaced this one between two batches. Warn if it was a restore."""
         if self._stale:
             self._stale = False
@@ -360,7 +360,7 @@ class CountedBatches:
     def _check_drawn(self) -> None:
         """Warn, once, of random numbers that were drawn after the step was saved, in the middle of an epoch."""
         saved, self._saved_with = self._saved_with, None
-        if saved is None or self._said_drawn or (name := rng.moved(saved)) is None:
+        if saved is None or self._said_drawn or (name := rng.first_moved(saved)) is None:
             return
         self._said_drawn = True
         # Prevents: silently different losses after a resume.
@@ -386,14 +386,14 @@ class CountedBatches:
         sampler = loader_facts.sampler_of(self.loader)
         epoch = getattr(sampler, "epoch", None)
         return {
-            "global": rng.gathered(),
+            "global": rng.global_states(),
             "own": {name: rng.state_of(one) for name, one in own.items()},
             "sampler_epoch": epoch if isinstance(epoch, int) and hasattr(sampler, "set_epoch") else None,
             "created": not self._made,
         }
 
     def _set(self, state: Mapping[str, Any]) -> None:
-        rng.restored(state["global"])
+        rng.restore(state["global"])
         self._set_own(state["own"])
 
     def _set_own(self, states: Any, leave: frozenset[str] = frozenset()) -> None:
@@ -423,9 +423,9 @@ class CountedBatches:
         now = self._generators()
         if sent is not None and sent["begun"] is not None:
             self._set(sent["begun"])
-        before = rng.gathered()
+        before = rng.global_states()
         state = self._asked_for()
-        drew = not rng.equal(before, rng.gathered())
+        drew = not rng.equal(before, rng.global_states())
         if sent is not None:
             self._set(now)
         elif drew:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -12,7 +12,7 @@ from ckptstore.training.loaders import loader_facts
 from ckptstore.training.loaders.loader_facts import Difference
 from ckptstore.training.loaders.rest_of_epoch import padding
 
-__all__ = ["FORMAT", "LoaderPlan", "is_stateful", "keeps_iterator", "planned", "read"]
+__all__ = ["FORMAT", "LoaderPlan", "is_stateful", "keeps_iterator", "plan_loader", "read"]
 
 FORMAT: Final = 2
 
@@ -44,7 +44,7 @@ class LoaderPlan(NamedTuple):
     differences: tuple[Difference, ...] = ()
 
 
-def planned(loader: Any, saved: Mapping[str, Any], made: Mapping[str, Any]) -> LoaderPlan:
+def plan_loader(loader: Any, saved: Mapping[str, Any], made: Mapping[str, Any]) -> LoaderPlan:
     """Decide how a loader continues from a saved state.
 
     Args:
@@ -68,70 +68,153 @@ def planned(loader: Any, saved: Mapping[str, Any], made: Mapping[str, Any]) -> L
                 f"{type(loader).__name__} cannot be sent there. Give the loader that was saved, with as many "
                 "worker processes, or leave loader= out"
             )
-        said = _told(changed, "its own state says where it continues", prevents=True) if asks else ()
+        said = _report(changed, "its own state says where it continues", prevents=True) if asks else ()
         return LoaderPlan("inner" if asks else "next", asks, 0, said)
     if saved["finished"]:
         keeps = asks and (not isinstance(loader, DataLoader) or _keeps_state(loader))
-        return LoaderPlan("next", keeps, 0, _told(changed, "another epoch begins with that", prevents=False))
+        return LoaderPlan("next", keeps, 0, _report(changed, "another epoch begins with that", prevents=False))
     if not changed:
         return LoaderPlan("inner" if asks else "counted", asks, saved["given"])
     assert before is not None
-    return _changed(loader, saved, asks, changed, before, now)
+    return _MidEpoch(loader, saved, asks, before, now).plan(changed)
 
 
-def _changed(
-    loader: Any,
-    saved: Mapping[str, Any],
-    asks: bool,
-    changed: list[str],
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-) -> LoaderPlan:
-    """Decide how a changed loader continues in the middle of an epoch."""
-    position, given = loader_facts.position(saved), saved["given"]
-    if not loader_facts.same_order(before, now):
-        out = f"{given} batches" if position is None else f"{position} samples"
-        what = (
-            f"the epoch starts again: the {out} already yielded are repeated if the loader still has "
-            "them, and none is skipped"
-            if given
-            else "the epoch starts again: it had yielded nothing"
-        )
-        return LoaderPlan("anew", False, 0, _told(changed, what, prevents=True))
-    apart = (before["ranks"], before["shared"]) != (now["ranks"], now["shared"])
-    known = not apart or all(one["shared"] or one["ranks"] == 1 for one in (before, now))
-    if position is not None and known and loader_facts.batch_sampler(loader) is not None:
-        return LoaderPlan("samples", False, position, _told(changed, _exactly(position, now), prevents=False))
-    size, new = before["batch_size"], now["batch_size"]
-    if asks and size != new and isinstance(loader, DataLoader):
-        asks = _keeps_state(loader)  # without its own position torchdata counts batches
-    count, again = given, 0
-    if asks:
-        what = "its own state says where it continues" if size != new else f"the epoch continues after batch {given}"
-    elif size == new or size is None or new is None:
-        what = f"the epoch continues after {given} batches"
-    else:
-        count, again = divmod(given * size, new)
-        twice = f"{again} of the {given * size} samples already yielded are repeated"
-        if not again:
-            twice = f"none of the {given * size} samples already yielded is repeated"
-        what = f"the epoch continues after {count} batches of {new} samples: {twice}, and none is skipped"
-    divided = before["workers"] != now["workers"] and isinstance(getattr(loader, "dataset", None), IterableDataset)
-    if divided:
-        what += (
-            ": if the worker processes divide the samples of this IterableDataset among them, they divided them "
-            "differently before: some samples may be repeated or skipped"
-        )
-    stream = bool(loader_facts.other_stream(before, now))
-    if stream:
-        what += ". If that changes the order of its samples, some may be repeated or skipped"
-    if not known:
-        what = (
-            "each rank continues where an earlier rank stopped: which samples the other ranks yielded is unknown, so "
-            "some may be repeated or skipped"
-        )
-    inexact = not known or divided or stream or bool(again) or (size != new and (asks or size is None or new is None))
-    return LoaderPlan("inner" if asks else "counted", asks, count, _told(changed, what, prevents=inexact))
+class _MidEpoch:
+    """A loader that has changed in the middle of an epoch, as the rules compare it.
+
+    Attributes:
+        given: batches that were yielded. `position`: samples that all ranks yielded; None: unknown.
+        same_order: the samples come in the same order.
+        known: it is known which samples all ranks yielded.
+        by_sample: samples can be skipped one by one.
+        own: its own state is restored, and says where the epoch continues.
+        old_size, size: samples in a batch, before and now; None: unknown.
+        sized: both are known. `resized`: they differ.
+        count: batches to skip, if they are counted. `again`: samples that are repeated then.
+        divided: worker processes may divide the samples differently. `other_stream`: its `IterableDataset` differs.
+    """
+
+    def __init__(
+        self, loader: Any, saved: Mapping[str, Any], asks: bool, before: Mapping[str, Any], now: Mapping[str, Any]
+    ) -> None:
+        self._now = now
+        self.given: int = saved["given"]
+        self.position = loader_facts.position(saved)
+        self.same_order = loader_facts.same_order(before, now)
+        apart = (before["ranks"], before["shared"]) != (now["ranks"], now["shared"])
+        self.known = not apart or all(one["shared"] or one["ranks"] == 1 for one in (before, now))
+        self.by_sample = self.position is not None and loader_facts.batch_sampler(loader) is not None
+        self.old_size, self.size = before["batch_size"], now["batch_size"]
+        self.sized = self.old_size is not None and self.size is not None
+        self.resized = self.old_size != self.size
+        self.own = asks
+        if asks and self.resized and isinstance(loader, DataLoader):
+            self.own = _keeps_state(loader)  # without its own position torchdata counts batches
+        self.count, self.again = self.given, 0
+        if self.sized and self.resized:
+            self.count, self.again = divmod(self.samples, self.size)
+        iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        self.divided = before["workers"] != now["workers"] and iterable
+        self.other_stream = bool(loader_facts.other_stream(before, now))
+
+    @property
+    def samples(self) -> int:
+        """Samples in the batches that were yielded."""
+        return self.given * int(self.old_size)
+
+    @property
+    def amount(self) -> str:
+        """What was yielded, in words."""
+        return f"{self.given} batches" if self.position is None else f"{self.position} samples"
+
+    @property
+    def rest(self) -> str:
+        """How the epoch continues after `position`, in words."""
+        assert self.position is not None
+        return _rest_of_samples(self.position, self._now)
+
+    def plan(self, changed: list[str]) -> LoaderPlan:
+        """Decide by the first rule that applies.
+
+        Args:
+            changed: what has changed, as sentences.
+        """
+        rule = next(one for one in _RULES if one.applies(self))
+        remarks = [text for applies, text in _REMARKS if rule.remarks and applies(self)]
+        skipped = {"inner": self.given, "counted": self.count, "samples": self.position or 0, "anew": 0}[rule.way]
+        said = rule.said.format(it=self) + "".join(remarks)
+        prevents = not rule.exact or bool(remarks)
+        return LoaderPlan(rule.way, rule.way == "inner", skipped, _report(changed, said, prevents=prevents))
+
+
+class _Rule(NamedTuple):
+    """How a changed loader continues in the middle of an epoch.
+
+    Attributes:
+        applies: compares the loader with what it was.
+        way: see `LoaderPlan`.
+        exact: no sample is skipped or repeated.
+        said: how the epoch continues, with attributes of `_MidEpoch`.
+        remarks: `_REMARKS` are added.
+    """
+
+    applies: Callable[[_MidEpoch], bool]
+    way: str
+    exact: bool
+    said: str
+    remarks: bool = False
+
+
+_SHARES: Final = (
+    "each rank continues where an earlier rank stopped: which samples the other ranks yielded is unknown, so some may "
+    "be repeated or skipped"
+)
+_RULES: Final = (
+    _Rule(
+        lambda it: not it.same_order and it.given > 0,
+        "anew",
+        False,
+        "the epoch starts again: the {it.amount} already yielded are repeated if the loader still has them, and none "
+        "is skipped",
+    ),
+    _Rule(lambda it: not it.same_order, "anew", False, "the epoch starts again: it had yielded nothing"),
+    _Rule(lambda it: it.known and it.by_sample, "samples", True, "{it.rest}"),
+    _Rule(lambda it: not it.known and it.own, "inner", False, _SHARES),
+    _Rule(lambda it: not it.known, "counted", False, _SHARES),
+    _Rule(lambda it: it.own and it.resized, "inner", False, "its own state says where it continues", True),
+    _Rule(lambda it: it.own, "inner", True, "the epoch continues after batch {it.given}", True),
+    _Rule(lambda it: not it.resized, "counted", True, "the epoch continues after {it.given} batches", True),
+    _Rule(lambda it: not it.sized, "counted", False, "the epoch continues after {it.given} batches", True),
+    _Rule(
+        lambda it: it.again > 0,
+        "counted",
+        False,
+        "the epoch continues after {it.count} batches of {it.size} samples: {it.again} of the {it.samples} samples "
+        "already yielded are repeated, and none is skipped",
+        True,
+    ),
+    _Rule(
+        lambda _: True,
+        "counted",
+        True,
+        "the epoch continues after {it.count} batches of {it.size} samples: none of the {it.samples} samples already "
+        "yielded is repeated, and none is skipped",
+        True,
+    ),
+)
+"""The first one that applies decides."""
+_REMARKS: Final[tuple[tuple[Callable[[_MidEpoch], bool], str], ...]] = (
+    (
+        lambda it: it.divided,
+        ": if the worker processes divide the samples of this IterableDataset among them, they divided them "
+        "differently before: some samples may be repeated or skipped",
+    ),
+    (
+        lambda it: it.other_stream,
+        ". If that changes the order of its samples, some may be repeated or skipped",
+    ),
+)
+"""Each one that applies is added to what is said: samples may be skipped or repeated."""
 
 
 def _usable(loader: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -160,14 +243,14 @@ def read(state: Any) -> Mapping[str, Any]:
     return {**empty, "inner": state}  # an earlier version stored only the loader's own state
 
 
-def _told(changed: list[str], what: str, *, prevents: bool) -> tuple[Difference, ...]:
+def _report(changed: list[str], what: str, *, prevents: bool) -> tuple[Difference, ...]:
     """The changes, and their consequence; empty if there are none."""
     if not changed:
         return ()
     return (*(Difference(f"loader: {one}", False) for one in changed), Difference(what, prevents))
 
 
-def _exactly(position: int, now: Mapping[str, Any]) -> str:
+def _rest_of_samples(position: int, now: Mapping[str, Any]) -> str:
     """The sentence that says after which sample the epoch continues, and what becomes of the others."""
     all_samples = now["samples"] if now["shared"] else now["epoch_samples"]
     if all_samples is None:

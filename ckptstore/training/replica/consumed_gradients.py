@@ -4,6 +4,8 @@ A gradient is copied during backward, when it was accumulated. What counts is wh
 step each gradient is checked, and copied (again) if it is another tensor, or if another micro-batch or clipping has
 changed it. If that happens in several steps, gradients are not copied during backward any more; nor are they with a
 ``GradScaler``, because torch does not count unscaling as a change.
+
+With a compressor (`TopKHook`) only the entries of a gradient that are left are copied, before the optimizer's step.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import torch
 
 from ckptstore.agent.client.buffer_client import BorrowedBuffer
 from ckptstore.agent.client.replica_client import ReplicaClient
+from ckptstore.agent.protocol.replica_recipe import Recipe, write_entries
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.frameworks.torch_optimizers import settings_of
 from ckptstore.frameworks.torch_tensors import counted_changes, from_buffer, on_host
 from ckptstore.host.batched_copies import BatchedCopies
+from ckptstore.training.optimizers.optimizer_tracker import Compressor
 from ckptstore.training.replica.replicable_state import Replicable
 
 __all__ = ["ConsumedGradients", "ConsumedStep"]
@@ -31,7 +35,7 @@ __all__ = ["ConsumedGradients", "ConsumedStep"]
 _LOG: Final = logging.getLogger("ckptstore.training")
 _WORTH: Final = 64 << 10
 """Gradients of at least this many bytes are copied alone; smaller ones together, before the optimizer's step."""
-_IN_VAIN: Final = 3
+_MOST_USELESS: Final = 3
 """Consecutive steps whose gradients were copied during backward for nothing, before that stops."""
 
 
@@ -55,14 +59,23 @@ class ConsumedStep:
 class ConsumedGradients:
     """Hooks of optimizers and parameters, from `attach` to `detach`. The script's thread runs them."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], pool: ThreadPoolExecutor, *, early: bool) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        pool: ThreadPoolExecutor,
+        compressor: Compressor | None = None,
+        *,
+        early: bool,
+    ) -> None:
         """
         Args:
             pool: the threads that copy.
-            early: copy gradients during backward.
+            compressor: knows which entries of the gradients are left; None: gradients are dense.
+            early: copy gradients during backward. Ignored with a compressor, which changes them after that.
         """
         self._optimizers = list(optimizers)
         self._pool = pool
+        self._compressor = compressor
         self._hooks: list[Any] = []
         self._early_hooks: list[Any] = []
         self._replicated: ReplicaClient | None = None
@@ -71,7 +84,7 @@ class ConsumedGradients:
         self._step = ConsumedStep()
         self._stashed: dict[int, Any] = {}
         self._process = os.getpid()
-        self._in_vain = 0 if early else _IN_VAIN
+        self._useless_steps = 0 if early and compressor is None else _MOST_USELESS
 
     def attach(self, replicated: ReplicaClient, form: Replicable) -> None:
         """Copy what is consumed from now on to this replica."""
@@ -83,7 +96,7 @@ class ConsumedGradients:
         for place, optimizer in enumerate(self._optimizers):
             self._hooks.append(optimizer.register_step_pre_hook(self._guarded(partial(self._before, place))))
             self._hooks.append(optimizer.register_step_post_hook(self._guarded(partial(self._after, place))))
-        if self._in_vain >= _IN_VAIN:
+        if self._useless_steps >= _MOST_USELESS:
             return
         for rows in self._rows:
             for number, parameter, made in rows:
@@ -147,8 +160,7 @@ class ConsumedGradients:
         """The target tensor of each gradient."""
         room = self._rooms.get(area.number)
         if room is None:
-            assert self._replicated is not None  # it owns the area
-            recipe = self._replicated.recipe
+            recipe = self._replicated_recipe()
             room = self._rooms[area.number] = {}
             for row, start in recipe.gradients.items():
                 one = recipe.layout.tensors[recipe.rows[row].weight]
@@ -179,13 +191,21 @@ class ConsumedGradients:
         except UnsupportedStateError as error:
             step.why = str(error)
             return
-        moved = self._copied(self._rows[place], self._room(step.area))
+        moved, sparse = self._copied(self._rows[place], step.area)
         scaling = [_value(getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf")]
-        self._stashed[place] = [place, settings, moved, scaling]
+        self._stashed[place] = [place, settings, moved, scaling, sparse]
 
-    def _copied(self, rows: Sequence[tuple[int, torch.Tensor, bool]], room: Mapping[int, torch.Tensor]) -> Any:
-        """Copy what was not copied during backward -> the rows that have a gradient; None: all have one."""
-        early = self._step.early
+    def _copied(
+        self, rows: Sequence[tuple[int, torch.Tensor, bool]], area: BorrowedBuffer
+    ) -> tuple[list[int] | None, list[list[int]]]:
+        """Copy what was not copied during backward.
+
+        Returns:
+            the rows that have a gradient (None: all have one); and [row, number of entries] of each gradient of which
+            only the entries were copied.
+        """
+        room, early = self._room(area), self._step.early
+        sparse = self._copied_entries(rows, area)
         copies: list[tuple[int, int, int]] = []
         moved: list[int] = []
         kept = stale = 0
@@ -194,7 +214,7 @@ class ConsumedGradients:
             if gradient is None:
                 continue
             moved.append(row)
-            if not made:
+            if not made or row in sparse:
                 continue
             if row in early:
                 if early[row] == (gradient.data_ptr(), counted_changes(gradient)):
@@ -210,18 +230,41 @@ class ConsumedGradients:
         if copies:
             BatchedCopies(copies).run(self._pool)
         self._judge(kept, stale)
-        return None if len(moved) == len(rows) else moved
+        return None if len(moved) == len(rows) else moved, [[row, count] for row, count in sparse.items()]
+
+    def _copied_entries(self, rows: Sequence[tuple[int, torch.Tensor, bool]], area: BorrowedBuffer) -> dict[int, int]:
+        """Copy the entries of compressed gradients -> their number, by row."""
+        found: dict[int, int] = {}
+        if self._compressor is None:
+            return found
+        recipe = self._replicated_recipe()
+        entries = self._compressor.consumed([parameter for _, parameter, made in rows if made])
+        for row, parameter, made in rows:
+            sparse = entries.get(parameter) if made else None
+            if sparse is None:
+                continue
+            form = recipe.layout.tensors[recipe.rows[row].weight]
+            if (form.dtype, form.nbytes) != ("F32", 4 * sparse.size):
+                continue  # the parameter has another form now: the copy of the dense gradient says so
+            start = recipe.gradients[row]
+            if write_entries(sparse, area.memory[start : start + form.nbytes]):
+                found[row] = len(sparse.indices)
+        return found
+
+    def _replicated_recipe(self) -> Recipe:
+        assert self._replicated is not None  # an area is there
+        return self._replicated.recipe
 
     def _judge(self, kept: int, stale: int) -> None:
         """Stop copying during backward if it does not pay."""
         if kept or stale:
-            self._in_vain = self._in_vain + 1 if stale > kept else 0
-        if self._in_vain >= _IN_VAIN:
+            self._useless_steps = self._useless_steps + 1 if stale > kept else 0
+        if self._useless_steps >= _MOST_USELESS:
             self.late()
 
     def late(self) -> None:
         """Stop copying during backward."""
-        self._in_vain = _IN_VAIN
+        self._useless_steps = _MOST_USELESS
         if self._early_hooks:
             _LOG.debug("gradients are changed after backward (clipped, accumulated): they are copied before the step")
         for hook in self._early_hooks:

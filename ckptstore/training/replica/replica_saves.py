@@ -1,6 +1,7 @@
 """Saves of strategy ``replica``: the trainer sends its gradients, and the agent repeats the optimizers' steps.
 
-The first state of a form is sent whole. After that a step costs a copy of the gradients, a copy of what no optimizer
+The first state of a form is sent whole. After that a step costs a copy of the gradients (with a `TopKHook`, of the
+entries that are left, as LowDiff's), a copy of what no optimizer
 moves (buffers, generators, averages), and a digest of what the agent computes. The digest is taken in every step: only
 a proven state may be written or passed to a successor, and the next state is computed from it. After any error the next
 state is sent whole.
@@ -59,8 +60,8 @@ class ReplicaSaves(StateSaves):
     follows = True
     given_again: tuple[type[BaseException], ...] = (AgentLostError, CancelledError)
 
-    def _begun_with(self, writer: Writer, settings: SaveSettings) -> None:
-        """See `StateSaves._begun_with`."""
+    def _set_up(self, writer: Writer, settings: SaveSettings) -> None:
+        """See `StateSaves._set_up`."""
         if not isinstance(writer, AgentWriter):
             raise UsageError("strategy='replica': an agent keeps the replica; give agent=True")
         self._agent: AgentWriter = writer
@@ -71,7 +72,7 @@ class ReplicaSaves(StateSaves):
         self._pool = started_pool(default_threads(), "ckptstore-replica")
         # Of ranks gradients are final when they were averaged, which a parameter's hook does not see.
         early = not self._captured.scaled and not self._ranked
-        self._consumed = ConsumedGradients(self._captured.optimizers, self._pool, early=early)
+        self._consumed = ConsumedGradients(self._captured.optimizers, self._pool, settings.compressor, early=early)
         self._replicated: ReplicaClient | None = None
         self._form: _Form | None = None
         self._plan: StatePlan | None = None

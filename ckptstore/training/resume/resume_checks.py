@@ -144,7 +144,7 @@ class Comparison:
             what an object's own ``load_state_dict`` raises, with a note that says what was undone.
         """
         undos: list[tuple[str, Undo | None]] = []
-        generators = rng.gathered()
+        generators = rng.global_states()
         at = "random"
         try:
             for number, fit in enumerate(self.fits):
@@ -156,11 +156,11 @@ class Comparison:
                 fit.put()
             at = "random"
             if self._random:
-                rng.restored(self._state["random"])
+                rng.restore(self._state["random"])
         except BaseException as error:
             left = _put_back(undos)
             with contextlib.suppress(Exception):
-                rng.restored(generators)
+                rng.restore(generators)
             error.add_note(
                 f"restoring {at} failed; the script's other objects are as they were before"
                 + (f", except {some(left)}, which could not be put back" if left else "")

@@ -61,11 +61,15 @@ class OpenSave:
         end: how it ended; empty: it has not ended.
     """
 
-    def __init__(self, save: LayeredSave, job: SaveJob) -> None:
+    def __init__(self, save: LayeredSave, job: SaveJob, lock: threading.RLock) -> None:
+        """
+        Args:
+            lock: held by each call that reads layers or begins to copy them.
+        """
         self.job = job
         self.end = ""
         self._save = weakref.ref(save)
-        self._lock = threading.Lock()
+        self._lock = lock
 
     def check(self) -> None:
         """Raise `UsageError` if it has ended."""
@@ -80,7 +84,7 @@ class OpenSave:
 
     def abandon(self) -> None:
         """Abandon it, and free memory and step once nothing reads the layers. Does nothing if it has ended."""
-        with self._lock:
+        with self._lock:  # Prevents: freeing memory to which a call in another thread begins a copy.
             if self.end:
                 return
             self.end = "abandoned"
@@ -152,7 +156,7 @@ class LayeredSave:
         self._check_open = check_open
         self._lock = threading.RLock()
         self._now: FlatState | None = None  # the state when `rest` was called
-        self.opened = OpenSave(self, job)
+        self.opened = OpenSave(self, job, self._lock)
 
     @property
     def is_open(self) -> bool:

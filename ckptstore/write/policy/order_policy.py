@@ -165,7 +165,7 @@ class OrderPolicy:
         """Whether a batch of `stored` compressed bytes must be written."""
         return stored > self._diffs.batch_bytes
 
-    def joined(self) -> None:
+    def count_step(self) -> None:
         """Note that a step has joined its batch, alone (`compressed` is called before or after) or in a sum."""
         self._depth += 1
 

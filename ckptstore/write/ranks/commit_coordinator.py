@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from ckptstore.errors import AgentLostError, CommitUnknownError, FencedError, MailboxError, WriterError
 from ckptstore.host.caller_warnings import warn
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline
 from ckptstore.write.ranks.messages.rank_messages import CommitVerdict
@@ -63,20 +62,21 @@ class CommitCoordinator:
         self.flush_later: Callable[[], object] = lambda: None
         """Submits the waiting steps to be written soon."""
 
-    def settle(self, one: RankSave) -> None:
-        """Commit a step on rank 0; on another rank wait for the result."""
+    def settle(self, one: RankSave) -> bool:
+        """Commit a step on rank 0; on another rank wait for the result -> whether its snapshot stays in memory."""
         self._rank_term.built(one.step)
         one.exchange = one.exchange.using(self._rank_term.commit_box)
         try:
-            info = self._heard(one.exchange)[0] if self._rank_term.committer is None else self._decided(one)
+            info = self._await_verdict(one.exchange)[0] if self._rank_term.committer is None else self._commit(one)
         except BaseException as error:  # noqa: BLE001  # the callers that wait for the step are told
             self._lost(one.begun, error)
             self._rank_term.failed(one, error)
-            return
+            return False
         self._rank_term.committed(one.dropped)
         one.done.set_result(info)  # it is durable: no later error may fail it
-        self._keep(one, info)
+        kept = self._keep(one, info)
         self._tend()
+        return kept
 
     def settle_batch(self, batch: Sequence[RankSave], batched: Sequence[Batched]) -> None:
         """`settle` for the steps of a batch; only rank 0 uses `batched`."""
@@ -87,7 +87,7 @@ class CommitCoordinator:
         infos: Sequence[CheckpointInfo]
         try:
             if committer is None:
-                infos = self._heard(exchange)
+                infos = self._await_verdict(exchange)
             else:
                 self._rank_term.answered.append(exchange)
                 begun: list[str] = []
@@ -134,33 +134,34 @@ class CommitCoordinator:
         if self._diffs is not None:
             self._diffs.restart()
 
-    def _keep(self, one: RankSave, info: CheckpointInfo) -> None:
-        """Keep this rank's share of a committed checkpoint, if the next one may build on it."""
+    def _keep(self, one: RankSave, info: CheckpointInfo) -> bool:
+        """Keep this rank's share of a committed checkpoint, if the next one may build on it -> whether its snapshot is.
+
+        If there are bases or step diffs, the write thread waits for this before it lets the share go.
+        """
         seconds = time.monotonic() - one.began
         self._policy.took(info.stored, seconds)
         self._policy.committed(one.how, info.id, info.stored, info.nbytes)
-
-        def copied() -> Snapshot:
-            assert one.share is not None
-            if one.snapshot is None or one.retained:  # the memory belongs to training or to another base
-                return self._resources.snapshots.copy(one.share, self._resources.workers.pool)
-            one.retained = True
-            return one.snapshot
-
+        stage, kept = one.stage, False
         try:
             if self._bases is not None:
-                assert one.share is not None
-                own = None if one.retained else one.snapshot
-                if self._bases.settle(one.how, info.id, one.share, own):
-                    one.retained = True
+                assert stage is not None
+                kept = self._bases.settle(one.how, info.id, stage.flat, stage.snapshot)
             if self._diffs is not None:
-                self._diffs.begin(info, copied(), seconds)
+                assert stage is not None
+                snapshot = None if kept else stage.snapshot
+                if snapshot is None:  # the memory belongs to training or to another base
+                    snapshot = self._resources.snapshots.copy(stage.flat, self._resources.workers.pool)
+                self._diffs.begin(info, snapshot, seconds)
+                kept = True
         except Exception as error:  # noqa: BLE001  # no memory, or a controller's error: no reason to fail the save
             self.restart()  # the next delta fails here, all ranks are told, and a full follows
             text = f"{info.ref} cannot be kept as a base by rank {one.exchange.rank}"
             warn(f"{text}, so the next save is a full: {type(error).__name__}: {error}")
+        return kept
 
-    def _decided(self, one: RankSave) -> CheckpointInfo:
+    def _commit(self, one: RankSave) -> CheckpointInfo:
+        """Rank 0: gather the parts of a step and commit it."""
         committer = self._rank_term.committer
         assert committer is not None
         assert one.agreement is not None
@@ -174,7 +175,8 @@ class CommitCoordinator:
             one.begun += tuple(begun)
             raise
 
-    def _heard(self, exchange: Exchange) -> tuple[CheckpointInfo, ...]:
+    def _await_verdict(self, exchange: Exchange) -> tuple[CheckpointInfo, ...]:
+        """Another rank: wait for the result of rank 0 -> the committed checkpoints. Raises rank 0's error."""
         deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
         try:
             letter = exchange.first([exchange.key("verdict")], deadline)

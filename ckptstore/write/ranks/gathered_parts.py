@@ -24,11 +24,11 @@ from ckptstore.log.journal import Journal
 from ckptstore.write.ranks.division import Division
 from ckptstore.write.ranks.messages.rank_messages import RankPart
 
-__all__ = ["Gathered", "check_replicas", "check_seen", "check_united", "gathered"]
+__all__ = ["GatheredState", "check_replicas", "check_seen", "check_united", "gather_parts"]
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredState:
     """The parts of all ranks as one state.
 
     Attributes:
@@ -50,7 +50,7 @@ class Gathered:
     abandoned: tuple[str, ...]
 
 
-def gathered(parts: Sequence[RankPart], division: Division, agreement: str) -> Gathered:
+def gather_parts(parts: Sequence[RankPart], division: Division, agreement: str) -> GatheredState:
     """Combine the parts of ranks 0, 1, ... into one state.
 
     Raises:
@@ -72,7 +72,7 @@ def gathered(parts: Sequence[RankPart], division: Division, agreement: str) -> G
     names = tensor_names(tree)
     if lost := [name for name in names if name not in stored]:
         raise RankMismatchError(f"tensor {lost[0]!r} was written by no rank")
-    return Gathered(
+    return GatheredState(
         tree,
         tuple(segment for part in parts for segment in part.segments),
         tuple(len(part.segments) for part in parts),

@@ -59,7 +59,7 @@ def agree(
         return known
     exchange.post("items", holding.letter, exchange.rank)
     if exchange.rank == 0:
-        return _led(exchange, holding, deadline, replicas_apart)
+        return _divide(exchange, holding, deadline, replicas_apart)
     letter = exchange.first([exchange.key("division", exchange.rank), exchange.key("verdict")], deadline, patient=False)
     if letter is None:
         raise MissingRankError(
@@ -71,7 +71,8 @@ def agree(
     return Agreement(found["id"], holding.id, decode_rows(found["writes"]), frozenset(found["compared"]))
 
 
-def _led(exchange: Exchange, holding: Holding, deadline: ReplyDeadline, replicas_apart: bool) -> Agreement:
+def _divide(exchange: Exchange, holding: Holding, deadline: ReplyDeadline, replicas_apart: bool) -> Agreement:
+    """Rank 0: gather what all ranks have, divide it, and tell each rank what it writes."""
     try:
         letters = exchange.every("items", deadline, "say what it has")
         check_changed(exchange, letters)

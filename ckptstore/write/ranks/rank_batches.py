@@ -25,7 +25,7 @@ from ckptstore.formats.step_text import named_steps
 from ckptstore.host.crash_points import crash_point
 from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.ranks.commit_coordinator import CommitCoordinator
-from ckptstore.write.ranks.gathered_parts import Gathered
+from ckptstore.write.ranks.gathered_parts import GatheredState
 from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline, fetch
 from ckptstore.write.ranks.messages.rank_messages import BatchPart, CommitVerdict, RankPart, pack, unpack
 from ckptstore.write.ranks.messages.step_messages import Exchange, attempt_id
@@ -152,16 +152,16 @@ class RankBatches:
         if self._first is None:
             return
         try:
-            last = self._told_last()
+            last = self._fetch_last()
         except CkptError as error:
-            self._fail(self._taken(), [], error)
+            self._fail(self._take_batch(), [], error)
             return
         if last is None and time.monotonic() >= self._late:
             late = MissingRankError(
                 f"step {self._first.step} was not saved: rank 0 did not write its batch within "
                 f"{2 * self._resources.ranks.timeout:g} s"
             )
-            self._fail(self._taken(), [], late)
+            self._fail(self._take_batch(), [], late)
         elif last is not None and self._diffs.waiting[-1].step >= last[0]:
             self.flush()
 
@@ -173,11 +173,11 @@ class RankBatches:
         if self._first is not None:
             self.end_early()
             with contextlib.suppress(CkptError):
-                ReplyDeadline(2 * self._resources.ranks.timeout).wait(lambda: self._told_last() is not None)
+                ReplyDeadline(2 * self._resources.ranks.timeout).wait(lambda: self._fetch_last() is not None)
             self._late = 0.0
             self.follow()
 
-    def _told_last(self) -> tuple[int, int] | None:
+    def _fetch_last(self) -> tuple[int, int] | None:
         """The last step of the batch and its attempt, if rank 0 has ended the batch."""
         assert self._first is not None
         letter = fetch(self._first.mailbox, self._first.key("batch"))
@@ -194,7 +194,7 @@ class RankBatches:
         """
         if self._diffs.waiting:
             self._rank_term.building = self._diffs.waiting[-1].step
-        batch = self._taken()
+        batch = self._take_batch()
         if not batch:
             return
         last = batch[-1]
@@ -207,7 +207,7 @@ class RankBatches:
             if (flaw := next((one.flaw for one in batch if one.flaw is not None), None)) is not None:
                 raise flaw
             last.dropped = tuple(self._rank_term.abandoned)
-            batched = self._written(batch, begun)
+            batched = self._write_shares(batch, begun)
             last.begun = tuple(begun)
             self._resources.commit_thread.submit(self._coordinator.settle_batch, batch, batched).result()
         except BaseException as error:  # noqa: BLE001  # the callers that wait for the steps are told
@@ -215,7 +215,8 @@ class RankBatches:
         finally:
             self._leave(batch)
 
-    def _taken(self) -> list[RankSave]:
+    def _take_batch(self) -> list[RankSave]:
+        """Remove the waiting steps -> the steps, which are now written or fail."""
         self._first, self._due, self._late = None, float("inf"), float("inf")
         batch = self._diffs.take()
         self._wanted.difference_update([one.step for one in batch])
@@ -254,7 +255,7 @@ class RankBatches:
                 with contextlib.suppress(MailboxError):
                     one.exchange.see()
 
-    def _written(self, batch: Sequence[RankSave], begun: list[str]) -> list[Batched]:
+    def _write_shares(self, batch: Sequence[RankSave], begun: list[str]) -> list[Batched]:
         """Write this rank's share of a batch and hand it in -> what rank 0 commits; empty on other ranks."""
         exchange = batch[-1].exchange
         made = self._diffs.checkpoints(list(batch))
@@ -265,7 +266,7 @@ class RankBatches:
         states = [whole.state for whole in wholes] if wholes else self._states(made, exchange)
         steps = self._diffs.placed(made, states, self._rank_term.number)
         tree = attempt_id(self._rank_term.opening.nonce, exchange.step, exchange.attempt)
-        part = self._stored(made, steps, RankShare(exchange.rank, tree), begun)
+        part = self._store_shares(made, steps, RankShare(exchange.rank, tree), begun)
         crash_point("ranks.before-part")
         self._rank_term.hand_in(exchange, part.packed())
         crash_point("ranks.part-sent")
@@ -276,7 +277,7 @@ class RankBatches:
             for one, whole, step in zip(made, wholes, steps, strict=bool(wholes))
         ]
 
-    def _stored(
+    def _store_shares(
         self, batch: Sequence[RankSave], steps: Sequence[EncodedStep], share: RankShare, begun: list[str]
     ) -> BatchPart:
         dropped = batch[-1].dropped
@@ -299,7 +300,7 @@ class RankBatches:
         entries = tuple(_entry(tensor) for unit in one.coded.units for tensor in unit)
         return RankPart(self._resources.group.rank, one.agreement.id, (), entries, one.digests or {}, one.tree)
 
-    def _wholes(self, batch: Sequence[RankSave], exchange: Exchange) -> list[Gathered]:
+    def _wholes(self, batch: Sequence[RankSave], exchange: Exchange) -> list[GatheredState]:
         """Rank 0: the state of all ranks at each step. Posts their hashes if other ranks need them."""
         committer, agreement = self._rank_term.committer, batch[-1].agreement
         if committer is None:

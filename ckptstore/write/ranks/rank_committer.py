@@ -25,7 +25,7 @@ from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.commits import Commits
 from ckptstore.write.policy.orders import Order
 from ckptstore.write.ranks.division import Division
-from ckptstore.write.ranks.gathered_parts import Gathered, check_replicas, check_seen, check_united, gathered
+from ckptstore.write.ranks.gathered_parts import GatheredState, check_replicas, check_seen, check_united, gather_parts
 from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline
 from ckptstore.write.ranks.messages.rank_messages import BatchPart, CommitVerdict, RankPart, told
 from ckptstore.write.ranks.messages.step_messages import Exchange, attempt_id
@@ -55,7 +55,7 @@ class Batched:
     step: int
     time: float
     labels: Labels
-    whole: Gathered
+    whole: GatheredState
     base: CheckpointId
     lossy: bool
 
@@ -103,11 +103,11 @@ class RankCommitter(Commits):
         def commit() -> list[CheckpointInfo]:
             if kept:
                 check_kept(exchange, agreement, self._deadline(exchange))
-            return [self._committed(exchange, agreement, session, labels, order)]
+            return [self._commit_parts(exchange, agreement, session, labels, order)]
 
-        return self._telling(exchange, commit)[0]
+        return self._commit_and_tell(exchange, commit)[0]
 
-    def _telling(self, exchange: Exchange, commit: Callable[[], list[CheckpointInfo]]) -> list[CheckpointInfo]:
+    def _commit_and_tell(self, exchange: Exchange, commit: Callable[[], list[CheckpointInfo]]) -> list[CheckpointInfo]:
         """Call `commit`, and post its result or its error to all ranks -> the result."""
         try:
             self._check_ended()
@@ -129,7 +129,7 @@ class RankCommitter(Commits):
     def _deadline(self, exchange: Exchange) -> ReplyDeadline:
         return ReplyDeadline(self._options.timeout, exchange.ended)
 
-    def _committed(
+    def _commit_parts(
         self, exchange: Exchange, agreement: Agreement, session: SegmentSession, labels: Labels, order: Order
     ) -> CheckpointInfo:
         letters = exchange.every("part", self._deadline(exchange), "hand in its part")
@@ -140,11 +140,11 @@ class RankCommitter(Commits):
         self._look_for({part.rank: part.segments for part in parts})
         return self._commit_whole(whole, exchange, session, labels, order)
 
-    def _whole(self, parts: list[RankPart], agreement: Agreement, step: int) -> Gathered:
+    def _whole(self, parts: list[RankPart], agreement: Agreement, step: int) -> GatheredState:
         """Combine the parts of a step into one state, and compare its replicas."""
         division = agreement.division
         assert division is not None  # rank 0's
-        whole = gathered(parts, division, agreement.id)
+        whole = gather_parts(parts, division, agreement.id)
         seen = agreement.id, whole.names, rank_count(whole.tree) is not None
         if seen != self._united:  # the check takes as long as gathering: repeat it only when something changed
             check_united(whole.tree, parts)
@@ -173,7 +173,7 @@ class RankCommitter(Commits):
             warn(f"{error}; those of the lowest rank are saved", DivergedReplicasWarning)
 
     def _commit_whole(
-        self, whole: Gathered, exchange: Exchange, session: SegmentSession, labels: Labels, order: Order
+        self, whole: GatheredState, exchange: Exchange, session: SegmentSession, labels: Labels, order: Order
     ) -> CheckpointInfo:
         moment = time.time()
         step, term = exchange.step, self.log.number
@@ -201,7 +201,7 @@ class RankCommitter(Commits):
 
     # -- steps that are written together
 
-    def wholes(self, exchange: Exchange, agreement: Agreement, steps: Sequence[int]) -> list[Gathered]:
+    def wholes(self, exchange: Exchange, agreement: Agreement, steps: Sequence[int]) -> list[GatheredState]:
         """Combine what all ranks have compressed of a batch -> the state of all ranks at each step.
 
         Args:
@@ -226,7 +226,7 @@ class RankCommitter(Commits):
         Args:
             exchange: that of its last step.
         """
-        return self._telling(exchange, lambda: self._commit_batch(exchange, batch, session))
+        return self._commit_and_tell(exchange, lambda: self._commit_batch(exchange, batch, session))
 
     def _commit_batch(
         self, exchange: Exchange, batch: Sequence[Batched], session: SegmentSession

@@ -15,10 +15,11 @@ from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.delta_encoding import Fed
+from ckptstore.write.delta_encoding import ArrivingState
 from ckptstore.write.policy.diff_options import DiffOptions
 from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.ranks.rank_save import RankSave
+from ckptstore.write.stage import Stage
 from ckptstore.write.steps.bounded_step import TooLongError
 from ckptstore.write.steps.gradient_sum import GradientSum
 from ckptstore.write.steps.resident_step import ResidentStep
@@ -57,18 +58,21 @@ class RankDiffs:
 
     def add(self, one: RankSave) -> None:
         """Compress a step, or add up its gradients; it then waits. If that fails, its batch will fail."""
+        kept = False
         try:
             if one.flaw is None:
                 self._check_base(one)
+                assert one.stage is not None
                 if self.options.accumulate == "sum":
-                    self._sum(one)
+                    self._sum(one, one.stage)
                 else:
-                    self._compress(one)
+                    self._compress(one, one.stage)
+                kept = True
         except BaseException as error:  # noqa: BLE001  # all ranks are told when the batch is written
             one.flaw = error
         finally:
             self.waiting.append(one)
-            one.let_go()
+            one.let_go(kept=kept)
             one.leave()  # a batch has its own limit
 
     def _check_base(self, one: RankSave) -> None:
@@ -78,25 +82,22 @@ class RankDiffs:
                 f"its share of step {one.how.after}, against which step {one.step} is compressed, is gone"
             )
 
-    def _sum(self, one: RankSave) -> None:
-        assert one.snapshot is not None
-        self._sums.add(one.updates, one.snapshot, self._resident.here, explained=one.explained)
-        one.retained = True
-        self._policy.joined()
+    def _sum(self, one: RankSave, stage: Stage) -> None:
+        assert stage.snapshot is not None
+        self._sums.add(stage.updates, stage.snapshot, self._resident.here, explained=one.explained)
+        self._policy.count_step()
 
-    def _compress(self, one: RankSave) -> None:
-        assert one.share is not None
-        if isinstance(one.feed, Feed):
-            coded = self._encode_fed(one, one.feed)
+    def _compress(self, one: RankSave, stage: Stage) -> None:
+        if stage.feed is not None:
+            coded = self._encode_arriving(one.step, stage, stage.feed)
         else:
-            coded = self._resident.encode(one.share, one.updates, one.step)
-        assert one.snapshot is not None
+            coded = self._resident.encode(stage.flat, stage.updates, one.step)
+        assert stage.snapshot is not None
         assert one.how.after is not None
         self._resident.unexplained.look(one.step, one.how.after, coded.excess)
         one.coded = coded
-        one.retained = True
-        self._learn(one, coded, one.snapshot)
-        self._policy.joined()
+        self._learn(one, coded, stage.snapshot)
+        self._policy.count_step()
 
     def _learn(self, one: RankSave, coded: EncodedStep, snapshot: Snapshot | None) -> None:
         """Record the cost of a compressed step.
@@ -109,22 +110,21 @@ class RankDiffs:
         if snapshot is not None:
             self._resident.advance(identity, snapshot)
 
-    def _encode_fed(self, one: RankSave, feed: Feed) -> EncodedStep:
+    def _encode_arriving(self, step: int, stage: Stage, feed: Feed) -> EncodedStep:
         """Compress a share that is copied unit by unit: it overwrites the share of the step before."""
-        plan = self._resident.plan(feed, one.updates, one.step)
+        plan = self._resident.plan(feed, stage.updates, step)
         before = self._resident.here
         room = before.snapshot.room(feed.flat)
         if room is not None:
-            snapshot = self._resident.turn(feed.flat, room)
+            stage.snapshot = self._resident.turn(feed.flat, room)
         else:  # tensors that only this rank has have changed their sizes
-            snapshot = self._snapshots.empty(feed.flat)
-            room = snapshot.room(feed.flat)
-        one.snapshot = snapshot
+            stage.snapshot = self._snapshots.empty(feed.flat)
+            room = stage.snapshot.room(feed.flat)
         try:
-            return plan.encode(Fed(feed, room), self._workers)
+            return plan.encode(ArrivingState(feed, room), self._workers)
         except TooLongError:
             # All of the share is in memory; the share that it was compressed against is overwritten.
-            return self._resident.encode_alone(snapshot.flat, before.id, one.step)
+            return self._resident.encode_alone(stage.snapshot.flat, before.id, step)
 
     def take(self) -> list[RankSave]:
         """Remove and return all waiting steps."""

@@ -55,11 +55,11 @@ class RankOrders:
             RankError: rank 0 does not store the step, or sends no order. Nothing has changed.
         """
         if self._rank_term.committer is not None:
-            order = self._decided(one)
+            order = self._decide(one)
             one.exchange.post("order", pack_order(order))
             crash_point("ranks.ordered")
             return order
-        order = self._told(one)
+        order = self._await_order(one)
         if self._batches is not None and self._batches.waiting and order.after is None:
             self._batches.flush()  # rank 0 has given it up
         if not one.kept:
@@ -72,7 +72,8 @@ class RankOrders:
         if self._bases is not None:
             self._bases.clear()
 
-    def _decided(self, one: RankSave) -> Order:
+    def _decide(self, one: RankSave) -> Order:
+        """Rank 0: decide how a step is stored. Writes the waiting batch first, unless the step joins it."""
         committer = self._rank_term.committer
         assert committer is not None
         if self._diffs is not None and self._batches is not None:
@@ -139,7 +140,7 @@ class RankOrders:
                 raise error
             return
 
-    def _told(self, one: RankSave) -> Order:
+    def _await_order(self, one: RankSave) -> Order:
         """Another rank: wait for the order of rank 0, which may end the batch meanwhile."""
         exchange = one.exchange
         deadline = ReplyDeadline(2 * self._resources.ranks.timeout)

@@ -93,9 +93,9 @@ class RankWork:
 
     def drain(self) -> list[RankSave]:
         """Wait until every earlier save is durable or has failed -> the steps that wait for rank 0 to end a batch."""
-        return self._resources.write_thread.submit(self._drained).result()
+        return self._resources.write_thread.submit(self._drain_batch).result()
 
-    def _drained(self) -> list[RankSave]:
+    def _drain_batch(self) -> list[RankSave]:
         if self._batches is not None:
             self._batches.end_early()
         self._resources.commit_thread.submit(lambda: None).result()
@@ -106,9 +106,9 @@ class RankWork:
 
         The waiting steps are written first if the ref or tag may refer to one of them.
         """
-        return self._resources.write_thread.submit(self._named, tag, ref).result()
+        return self._resources.write_thread.submit(self._name_in_turn, tag, ref).result()
 
-    def _named(self, tag: str, ref: Ref | None) -> CheckpointInfo | None:
+    def _name_in_turn(self, tag: str, ref: Ref | None) -> CheckpointInfo | None:
         committer = self.rank_term.committer
         assert committer is not None
         for one in [] if self._batches is None else self._batches.waiting:

@@ -26,13 +26,14 @@ from ckptstore.host.progress import Progress
 from ckptstore.host.signal_reentry import codes_of, refuse_within
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.ranks.rank_resources import RankResources
-from ckptstore.write.ranks.rank_save import Adopted, RankSave
+from ckptstore.write.ranks.rank_save import RankSave
 from ckptstore.write.ranks.rank_term import RankTerm
 from ckptstore.write.ranks.rank_work import RankWork
 from ckptstore.write.ranks.share_snapshot import prepare
 from ckptstore.write.saves.in_flight import Place
 from ckptstore.write.saves.ledger import Labels, PendingSave, check_owner
-from ckptstore.write.steps.updates import Explaining, Update, Updates
+from ckptstore.write.stage import Bounded, Copies
+from ckptstore.write.steps.updates import Explaining, Updates
 from ckptstore.write.writer import Writer
 
 __all__ = ["GoBack", "RankWriter"]
@@ -125,25 +126,28 @@ class RankWriter(Writer):
     @warns_last
     def take_over(
         self,
-        given: Adopted,
+        given: Copies,
         step: int,
         *,
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
-        updates: Sequence[Update] = (),
     ) -> PendingSave:
         """Do `save_async` without a copy, for a state that another component (`agent`) has copied.
 
         Waits for the other ranks as `save_async` does, but not for a place in flight: the owner of the memory limits
-        how many saves are in flight. Its gradients are those that `updates` refers to.
+        how many saves are in flight.
+
+        Args:
+            given: the state, with its updates; it does not change until it is let go.
+            step, metadata, tags: as for `save_async`.
 
         Raises:
-            as `save_async`. The memory then belongs to the caller again: `give_back`.
+            as `save_async`. The memory then belongs to the caller again: `Stage.let_go`.
         """
         refuse_within(self, self._WAIT)
         labels, began = Labels.of(metadata, tags), time.monotonic()
-        used = (updates or None) if self._explaining.wanted else None  # no warning here that they are not used
-        return self._begun_async(self._begin(given, step_number(step), labels, used, None, began, asynchronous=True))
+        updates = (given.updates or None) if self._explaining.wanted else None  # no warning that they are not used
+        return self._begun_async(self._begin(given, step_number(step), labels, updates, None, began, asynchronous=True))
 
     def forgo(self, step: int, error: CkptError) -> None:
         """Report that this rank has no state of a step that the other ranks save: the step fails at once on all ranks.
@@ -227,13 +231,13 @@ class RankWriter(Writer):
     ) -> RankSave:
         """Do everything that needs the caller's state as it is now."""
         self._check_open()
-        if not isinstance(state, Adopted):  # the owner of an adopted state is told of each save separately
+        if not isinstance(state, Copies):  # the owner of an adopted state is told of each save separately
             self._resources.failures.raise_unseen()
         rank_term = self._work.rank_term
         rank_term.saves.check(step)
         rank_term.saves.take(step)
         place, waited = None, 0.0
-        if asynchronous and not isinstance(state, Adopted):
+        if asynchronous and not isinstance(state, Copies):
             # Before any message about this step: if an earlier save has failed, no rank begins this one.
             place, waited = self._place(step)
         one = RankSave(rank_term.saves, step, rank_term.exchange(step), labels, progress, asynchronous=asynchronous)
@@ -277,7 +281,7 @@ class RankWriter(Writer):
 
     def _measure(self, one: RankSave, began: float, waited: float, error: BaseException | None = None) -> None:
         """Begin to measure this rank's share of a save. With `error` the save has ended."""
-        share = one.share if one.share is not None and error is None else FlatState(None, {})
+        share = one.stage.flat if one.stage is not None and error is None else FlatState(None, {})
         measured = self._resources.meter.begin(share, one.step, began)
         measured.waited = waited
         if error is None:
@@ -293,7 +297,8 @@ class RankWriter(Writer):
         Raises:
             whatever copying or submitting raised. The step may be saved again, unless the call was interrupted.
         """
-        if one.feed is None:
+        stage = one.stage
+        if not isinstance(stage, Bounded):
             return self._submit(one)
         written: list[Future[None]] = []
         begun = False
@@ -305,10 +310,10 @@ class RankWriter(Writer):
 
         try:
             with self._turn:
-                one.measured.waited += one.feed.run(begin)
+                stage.run(one, begin)
         except BaseException as error:
             if not begun:
-                one.feed.stop(error)
+                stage.stop(error)
                 begin()  # the write thread tells the other ranks
             if isinstance(error, Exception) and written:
                 wait([one.done])  # by then the other ranks have been told, and the step is free to be saved again

@@ -56,11 +56,11 @@ def open_rank_writer(
     opener = TermOpener(options, ranks=group.size, environment=environment)
     meeting = _Meeting(group, ranks, _coding(options))
     if group.rank:
-        opening = meeting.joined(journal, None, None)
+        opening = meeting.join(journal, None, None)
         if journal.backend.read_only:
             raise ReadOnlyError(f"{journal.url}: read-only, rank {group.rank} cannot write to it")
         resources = RankResources(Journal(journal.backend, journal.format), group, options, ranks)
-        return RankWriter(resources, _joined(resources, opening), meeting.go_back(opener))
+        return RankWriter(resources, _follower_term(resources, opening), meeting.go_back(opener))
 
     def begin() -> tuple[Term, CheckpointInfo | None]:
         journal.create()
@@ -69,9 +69,9 @@ def open_rank_writer(
         journal.backend.probe()
         return opener.open(journal, parent)
 
-    term, info, opening = meeting.led(journal, begin, None)
+    term, info, opening = meeting.lead(journal, begin, None)
     resources = RankResources(term.journal, group, options, ranks)
-    return RankWriter(resources, _led(resources, term, info, opening), meeting.go_back(opener))
+    return RankWriter(resources, _leader_term(resources, term, info, opening), meeting.go_back(opener))
 
 
 def _coding(options: WriterOptions) -> str:
@@ -79,12 +79,12 @@ def _coding(options: WriterOptions) -> str:
     return " and ".join(names)
 
 
-def _joined(resources: RankResources, opening: OpenedTerm) -> RankTerm:
+def _follower_term(resources: RankResources, opening: OpenedTerm) -> RankTerm:
     info = None if opening.parent is None else look_up(resources.journal, opening.parent.ref)
     return RankTerm(resources, opening, info, None)
 
 
-def _led(resources: RankResources, term: Term, info: CheckpointInfo | None, opening: OpenedTerm) -> RankTerm:
+def _leader_term(resources: RankResources, term: Term, info: CheckpointInfo | None, opening: OpenedTerm) -> RankTerm:
     draft = SegmentDoc(opening.run, opening.term, "", {}, parents={opening.term: opening.parent})
     return RankTerm(resources, opening, info, RankCommitter(term, draft, resources.ranks))
 
@@ -97,11 +97,11 @@ class _Meeting:
         self._timeout = ranks.timeout
         self._coding = coding
 
-    def joined(self, journal: Journal, asked: str | None, flaw: BaseException | None) -> OpenedTerm:
+    def join(self, journal: Journal, asked: str | None, flaw: BaseException | None) -> OpenedTerm:
         """The side of every rank but 0."""
         return join(self._group, journal, self._timeout, self._coding, asked, flaw)
 
-    def led(
+    def lead(
         self, journal: Journal, begin: Callable[[], tuple[Term, CheckpointInfo | None]], asked: str | None
     ) -> tuple[Term, CheckpointInfo | None, OpenedTerm]:
         """Rank 0's side: `begin` opens the term."""
@@ -121,13 +121,13 @@ class _Meeting:
 
         def back(resources: RankResources, ref: str, flaw: BaseException | None, after: int) -> RankTerm:
             if self._group.rank:
-                return _joined(resources, self.joined(resources.journal, ref, flaw))
+                return _follower_term(resources, self.join(resources.journal, ref, flaw))
 
             def begin() -> tuple[Term, CheckpointInfo | None]:
                 if flaw is not None:
                     raise flaw
                 return opener.open(resources.journal, ref, after)
 
-            return _led(resources, *self.led(resources.journal, begin, ref))
+            return _leader_term(resources, *self.lead(resources.journal, begin, ref))
 
         return back

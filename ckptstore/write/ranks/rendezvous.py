@@ -14,10 +14,10 @@ from ckptstore.errors import MissingRankError
 from ckptstore.write.ranks.messages.key_value_store import Group, ReplyDeadline, fetch, post, withdraw
 from ckptstore.write.ranks.messages.rank_messages import pack, unpack
 
-__all__ = ["gathered", "joined", "say_here"]
+__all__ = ["gather_ranks", "request_invitation", "say_here"]
 
 
-def gathered(
+def gather_ranks(
     group: Group,
     base: str,
     session: str,
@@ -62,7 +62,7 @@ def gathered(
     return found
 
 
-def joined(group: Group, base: str) -> str:
+def request_invitation(group: Group, base: str) -> str:
     """On every rank except 0: ask for an invitation -> the key under which rank 0 will post the answer.
 
     The answer holds the session's nonce, and the reason if the rank is refused.

@@ -15,10 +15,11 @@ from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline
 from ckptstore.write.ranks.rank_agreement import agree
 from ckptstore.write.ranks.rank_resources import RankResources
-from ckptstore.write.ranks.rank_save import Adopted, RankSave
+from ckptstore.write.ranks.rank_save import RankSave
 from ckptstore.write.ranks.rank_term import RankTerm
-from ckptstore.write.ranks.shares import ChosenDigests, Holding, digests_of, holding_of, share_of, steady, updates_of
+from ckptstore.write.ranks.shares import ChosenDigests, digests_of, holding_of, share_of, steady, updates_of
 from ckptstore.write.saves.in_flight import Place
+from ckptstore.write.stage import Bounded, Copies, InPlace
 from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies, with_sparse_copies
 
 __all__ = ["prepare", "with_digests"]
@@ -35,11 +36,12 @@ def prepare(
     """Agree what this rank stores, and copy it if the caller continues.
 
     Args:
-        state: as for `RankWriter.save`, or an adopted state. `updates`: likewise.
+        state: as for `RankWriter.save`, or for `RankWriter.take_over`. `updates`: likewise.
         explaining: looks up the updates.
     """
-    if isinstance(state, Adopted):
-        one.adopted, state = state, state.snapshot.flat
+    adopted = state if isinstance(state, Copies) else None
+    if adopted is not None:
+        state = adopted.flat
     flat = state if isinstance(state, FlatState) else bridge.flattened(state, sharded=True)
     resources.wake_for(flat.nbytes)
     named = steady(flat, resources.ranks.globs)
@@ -62,45 +64,43 @@ def prepare(
     compared = {name: flat.tensors[name] for name in flat.tensors if name in agreement.compared}
     one.digests = {} if resources.ranks.diverged == "ignore" else digests_of(compared, resources.workers.pool)
     one.tree = holding.tree
-    one.share = share_of(holding, agreement.writes)
-    _copy(resources, one, holding, found if explaining.wanted else None)
+    share = share_of(holding, agreement.writes)
+    own = updates_of(holding, agreement.writes, found)
+    if adopted is not None:
+        _adopt(one, share, adopted, own)
+    else:
+        _copy(resources, one, share, own, diffs=explaining.wanted)
 
 
-def _copy(resources: RankResources, one: RankSave, holding: Holding, updates: Sequence[Update] | None) -> None:
-    """Copy the share, or set the feed that will copy it.
+def _copy(resources: RankResources, one: RankSave, share: FlatState, updates: Sequence[Update], *, diffs: bool) -> None:
+    """Copy the share, or prepare the copy unit by unit, unless it may be read in place.
 
     Args:
-        updates: of the tensors that this rank has; None: steps are not stored as gradient diffs.
+        updates: those of the share.
+        diffs: steps are stored as step diffs.
     """
-    assert one.share is not None
-    assert one.agreement is not None
-    if one.adopted is not None:
-        _adopt(one, one.adopted, updates_of(holding, one.agreement.writes, updates or ()))
-        return
     bounded = resources.bounded
     if bounded is not None and (one.asynchronous or not resources.options.plain):
-        one.feed = bounded.copy_of(one.share, _known(one.share, one.digests))
-        one.share = one.feed.flat
-        one.updates = with_sparse_copies(updates_of(holding, one.agreement.writes, updates or ()))
+        one.stage = Bounded(bounded.copy_of(share, _known(share, one.digests)), with_sparse_copies(updates))
         return
     if one.asynchronous:
-        one.snapshot = resources.snapshots.placed(one.share, resources.blocks, queued=True)
-    elif updates is not None:  # the next step is compressed against this one
-        one.snapshot = resources.snapshots.copy(one.share, resources.workers.pool)
-    if one.snapshot is not None:
-        one.share = with_digests(one.snapshot.flat, one.digests)
-        own = updates_of(holding, one.agreement.writes, updates or ())
-        one.updates, one.gradients = with_copies(own, resources.snapshots, resources.blocks, queued=True)
+        snapshot = resources.snapshots.placed(share, resources.blocks, queued=True)
+    elif diffs:  # the next step is compressed against this one
+        snapshot = resources.snapshots.copy(share, resources.workers.pool)
+    else:
+        one.stage = InPlace(share)
+        return
+    one.stage = stage = Copies(snapshot)
+    stage.flat = with_digests(snapshot.flat, one.digests)
+    stage.updates, stage.gradients = with_copies(updates, resources.snapshots, resources.blocks, queued=True)
 
 
-def _adopt(one: RankSave, given: Adopted, updates: Sequence[Update]) -> None:
-    """Leave the share where it is: the snapshot owns the whole state that contains it."""
-    assert one.share is not None
-    flat = LaidOutState(one.share.tree, dict(one.share.tensors), ())
-    one.snapshot = Snapshot(flat, lambda: None, given.snapshot.free)
-    one.enter(Place(given.snapshot.land))
-    one.share = with_digests(flat, one.digests)
-    one.updates, one.gradients = updates, given.gradients
+def _adopt(one: RankSave, share: FlatState, adopted: Copies, updates: Sequence[Update]) -> None:
+    """Leave the share where it is: the adopted snapshot owns the whole state that contains it."""
+    flat = LaidOutState(share.tree, dict(share.tensors), ())
+    one.stage = Copies(Snapshot(flat, lambda: None, adopted.state.free), updates, adopted.gradients)
+    one.stage.flat = with_digests(flat, one.digests)
+    one.enter(Place(adopted.state.land))
 
 
 def _learn(rank_term: RankTerm, updates: Sequence[Update]) -> None:

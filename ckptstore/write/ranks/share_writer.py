@@ -14,8 +14,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Tally
 from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.capture.bounded_capture import Feed
-from ckptstore.write.delta_encoding import Base, Choices, Fed, write_coded
+from ckptstore.write.delta_encoding import ArrivingState, Base, Choices, write_coded
 from ckptstore.write.policy.orders import Order
 from ckptstore.write.ranks.commit_coordinator import CommitCoordinator
 from ckptstore.write.ranks.messages.rank_messages import RankPart
@@ -27,6 +26,7 @@ from ckptstore.write.ranks.rank_save import RankSave
 from ckptstore.write.ranks.rank_term import RankTerm
 from ckptstore.write.ranks.share_snapshot import with_digests
 from ckptstore.write.resident_bases import ResidentBases
+from ckptstore.write.stage import Stage
 
 __all__ = ["ShareWriter"]
 
@@ -62,17 +62,19 @@ class ShareWriter:
         """Write this rank's share of a step and hand in its part, or compress it for a batch."""
         one.exchange = one.exchange.using(self._rank_term.write_box)
         begun: list[str] = []
+        kept = False
         try:
             if self._rank_term.stopped is not None:
                 raise self._rank_term.stopped
             if self._ordering is not None:
                 one.order = self._ordering.order(one)
             if one.flaw is None:
-                one.arrive()  # Prevents: writing memory that a device still copies to.
+                assert one.stage is not None
+                one.stage.arrive()  # Prevents: writing memory that a device still copies to.
             if one.how.after is not None:
                 self._add(one)
             else:
-                self._store(one, begun)
+                kept = self._store(one, begun)
         except CommitUnknownError as error:
             self._rank_term.stopped = error
             self._rank_term.tell(one, error)
@@ -85,14 +87,15 @@ class ShareWriter:
         finally:
             if self._batches is not None:
                 self._batches.coding = False
-            one.let_go()
+            one.let_go(kept=kept)
 
     def _add(self, one: RankSave) -> None:
         if self._batches is None:
             raise FailedRankError("rank 0 stores step diffs, and this rank's writer was opened without diffs=")
         self._batches.add(one)
 
-    def _store(self, one: RankSave, begun: list[str]) -> None:
+    def _store(self, one: RankSave, begun: list[str]) -> bool:
+        """Write a full or a delta and hand it in -> whether its snapshot stays in memory as a base."""
         if one.flaw is not None:
             raise one.flaw
         one.dropped = tuple(self._rank_term.abandoned)  # the commit drops them, if it succeeds
@@ -101,46 +104,55 @@ class ShareWriter:
         one.space = space = self._resources.journal.backend.begin_save()
         one.done.add_done_callback(lambda _: space.end())
         with space.within():
-            part = self._written(one, begun)
+            part = self._write_share(one, begun)
         one.measured.stored = sum(segment.size for segment in part.segments)
         crash_point("ranks.before-part")
         self._rank_term.hand_in(one.exchange, part.packed())
         crash_point("ranks.part-sent")
         one.begun = tuple(begun)
         settled = self._resources.commit_thread.submit(self._coordinator.settle, one)
-        if self._ordering is not None:
-            settled.result()  # the next step may build on this one
+        if self._ordering is None:
+            return False
+        return settled.result()  # the next step may build on this one
 
-    def _written(self, one: RankSave, begun: list[str]) -> RankPart:
-        assert one.share is not None
+    def _write_share(self, one: RankSave, begun: list[str]) -> RankPart:
+        stage = one.stage
+        assert stage is not None
         assert one.agreement is not None
-        total = sum(source.nbytes for source in one.share.tensors.values())
+        total = sum(source.nbytes for source in stage.flat.tensors.values())
         session = self._resources.session(begun.append, Tally(one.progress, total).advance)
         segments: tuple[SegmentEntry, ...] = ()
         entries: list[TensorEntry] = []
-        if one.share.tensors:
-            segments, entries = self._stored(one, session)
-        elif isinstance(one.feed, Feed):
-            one.feed.windows(())
+        if stage.flat.tensors:
+            segments, entries = self._write_tensors(one, stage, session)
+        elif stage.feed is not None:
+            stage.feed.windows(())
         rank = self._resources.group.rank
         return RankPart(rank, one.agreement.id, segments, tuple(entries), one.digests or {}, one.tree, one.dropped)
 
-    def _stored(self, one: RankSave, session: SegmentSession) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
+    def _write_tensors(
+        self, one: RankSave, stage: Stage, session: SegmentSession
+    ) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
         def documents(count: int) -> list[SegmentDoc]:
             return self._documents(one, count)
 
         base = self._base(one.how)
-        fed: Fed | None = None
-        if isinstance(one.feed, Feed):
+        arriving: ArrivingState | None = None
+        if (feed := stage.feed) is not None:
             if self._bases is None or base is None:
-                self._take_whole(one, one.feed)
+                # Whole: the next step is compressed against the copy.
+                self._coordinator.give_place()
+                resources = self._resources
+                stage.snapshot = feed.whole(lambda: resources.snapshots.copy(feed.flat, resources.workers.pool))
+                stage.flat = with_digests(stage.snapshot.flat, one.digests)
             else:
-                fed = self._bases.receive(one.how, one.feed, follow=True)
-                assert fed is not None  # a budget for copies and one for bases are not given together
-        assert one.share is not None
+                arriving = self._bases.receive(one.how, feed, follow=True)
+                assert arriving is not None  # a budget for copies and one for bases are not given together
         if self._deltas is None or self._choices is None or (base is None and not self._deltas.compress_fulls):
-            return write_plain(session, one.share, documents)
-        return write_coded(session, one.share, documents, base=base, gap=one.how.gap, choices=self._choices, fed=fed)
+            return write_plain(session, stage.flat, documents)
+        return write_coded(
+            session, stage.flat, documents, base=base, gap=one.how.gap, choices=self._choices, arriving=arriving
+        )
 
     def _base(self, order: Order) -> Base | None:
         """Return this rank's share of the base. Raises `FailedRankError` if the rank does not have it."""
@@ -150,13 +162,6 @@ class ShareWriter:
         if base is None:
             raise FailedRankError(f"its share of {order.base.ref}, the base, is neither in memory nor open")
         return base
-
-    def _take_whole(self, one: RankSave, feed: Feed) -> None:
-        """Copy a full with a feed at once and whole: the next step is compressed against the copy."""
-        self._coordinator.give_place()
-        resources = self._resources
-        one.snapshot = feed.whole(lambda: resources.snapshots.copy(feed.flat, resources.workers.pool))
-        one.share = with_digests(one.snapshot.flat, one.digests)
 
     def _documents(self, one: RankSave, count: int) -> list[SegmentDoc]:
         """The header of each of this rank's segments: SPEC.md 5.1, segments of many ranks."""

@@ -25,7 +25,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.partial_objects import slot_bytes
 from ckptstore.write.ranks.messages.key_value_store import Group, ReplyDeadline, fetch, post, withdraw
 from ckptstore.write.ranks.messages.rank_messages import OpenedTerm, pack, unpack
-from ckptstore.write.ranks.rendezvous import gathered, joined, say_here
+from ckptstore.write.ranks.rendezvous import gather_ranks, request_invitation, say_here
 
 __all__ = ["join", "lead"]
 
@@ -50,9 +50,9 @@ def lead(group: Group, timeout: float, begin: Callable[[], OpenedTerm], asked: s
     def refusal(rank: int, size: int) -> str | None:
         return None if size == group.size else f"rank {rank} is of a group of {size}, rank 0 of one of {group.size}"
 
-    here = gathered(group, _BASE, session, timeout, ("no term was opened", "store.writer(group=...)"), refusal)
+    here = gather_ranks(group, _BASE, session, timeout, ("no term was opened", "store.writer(group=...)"), refusal)
     try:
-        _check_asked(here, asked)
+        _check_same_ref(here, asked)
         opening = begin()
     except BaseException as error:
         post(box, f"{_BASE}/opened/{session}", pack(f"{type(error).__name__}: {error}"))
@@ -74,7 +74,8 @@ def _agree(group: Group, session: str, reason: str | None) -> None:
         post(group.mailbox, f"{_BASE}/agreed/{session}/{rank}", pack(reason))
 
 
-def _check_asked(here: Mapping[int, bytes], asked: str | None) -> None:
+def _check_same_ref(here: Mapping[int, bytes], asked: str | None) -> None:
+    """Check that all ranks go back to the same REF. Raises the error of a rank that cannot."""
     for rank, letter in here.items():
         text, reason = unpack(letter, "here")
         if reason is not None:
@@ -118,10 +119,10 @@ def join(
         RankMismatchError: this store is not rank 0's, or does not show what rank 0 writes; or the ranks do not belong
             to one group.
     """
-    box, invitation = group.mailbox, joined(group, _BASE)
+    box, invitation = group.mailbox, request_invitation(group, _BASE)
     crash_point("ranks.joined")
     deadline = ReplyDeadline(timeout, group.ended)
-    session, refused = unpack(_awaited(group, invitation, deadline), "invite")
+    session, refused = unpack(_await_letter(group, invitation, deadline), "invite")
     if refused is not None:
         raise RankMismatchError(f"the ranks are not of one group: {refused}")
     reason: str | None = None if flaw is None else f"{type(flaw).__name__}: {flaw}"
@@ -129,7 +130,7 @@ def join(
     if flaw is not None:
         raise flaw
     # Other ranks may come late, until rank 0 gives up: this wait takes 2 * timeout at most.
-    told = unpack(_awaited(group, f"{_BASE}/opened/{session}", ReplyDeadline(2 * timeout, group.ended)), "opened")
+    told = unpack(_await_letter(group, f"{_BASE}/opened/{session}", ReplyDeadline(2 * timeout, group.ended)), "opened")
     if isinstance(told, str):
         raise FailedRankError(f"rank 0 could not open a term: {told}")
     opening = OpenedTerm.unpacked(pack(told), "opened")
@@ -146,14 +147,14 @@ def join(
     finally:
         post(box, f"{_BASE}/sees/{session}/{group.rank}", pack(reason))
     key = f"{_BASE}/agreed/{session}/{group.rank}"
-    answer = _awaited(group, key, ReplyDeadline(2 * timeout, group.ended))
+    answer = _await_letter(group, key, ReplyDeadline(2 * timeout, group.ended))
     withdraw(box, [key])
     if (why := unpack(answer, "agreed")) is not None:
         raise FailedRankError(f"rank 0 could not begin the term with all ranks: {why}")
     return opening
 
 
-def _awaited(group: Group, key: str, deadline: ReplyDeadline) -> bytes:
+def _await_letter(group: Group, key: str, deadline: ReplyDeadline) -> bytes:
     if not deadline.wait(lambda: group.mailbox.has([key])):
         raise MissingRankError(f"rank 0 did not open a term within {deadline.seconds:g} s")
     letter = fetch(group.mailbox, key)

@@ -182,9 +182,10 @@ class Meter:
             self._under_way -= 1
         if self._thread is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter is ending
-                self._thread.submit(self._told, metrics)
+                self._thread.submit(self._call_back, metrics)
 
-    def _told(self, metrics: SaveMetrics) -> None:
+    def _call_back(self, metrics: SaveMetrics) -> None:
+        """Call `on_metrics`. Its first error is a warning."""
         assert self._tell is not None
         try:
             self._tell(metrics)

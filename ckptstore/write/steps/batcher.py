@@ -18,13 +18,13 @@ from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.threads import Workers
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.capture.snapshot import Snapshot
-from ckptstore.write.delta_encoding import Fed
+from ckptstore.write.delta_encoding import ArrivingState
 from ckptstore.write.policy.diff_options import DiffOptions
 from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.policy.orders import Order
 from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.steps.batch_segments import write_batch
-from ckptstore.write.steps.bounded_step import FedStep, TooLongError
+from ckptstore.write.steps.bounded_step import ArrivingStep, TooLongError
 from ckptstore.write.steps.gradient_sum import GradientSum
 from ckptstore.write.steps.resident_step import ResidentStep
 from ckptstore.write.steps.step_encoding import EncodedStep
@@ -138,7 +138,7 @@ class Diffs:
             except BaseException:
                 self._policy.end_steps()  # sums without this step lead to a state far from any state of training
                 raise
-            self._policy.joined()
+            self._policy.count_step()
             self.waiting.append(Waiting(job, time.time(), None))
             return order.last
         if self._missed is not None:
@@ -153,7 +153,7 @@ class Diffs:
         self._resident.unexplained.look(step, coded.base.step, coded.excess)
         identity = CheckpointId(self._term, step, coded.state)
         self._policy.compressed(identity, coded.base.step, coded.stored, coded.nbytes)
-        self._policy.joined()
+        self._policy.count_step()
         self._resident.advance(identity, snapshot)
         return self._wait(job, coded, order)
 
@@ -174,28 +174,30 @@ class Diffs:
         """
         return self._resident.here.snapshot.room(flat)
 
-    def add_fed(self, fed: Fed, updates: Sequence[Update], job: SaveJob, order: Order) -> bool:
+    def add_arriving(self, arriving: ArrivingState, updates: Sequence[Update], job: SaveJob, order: Order) -> bool:
         """Compress a step that is copied unit by unit; otherwise as `add`.
 
         Raises:
             BecomesFullError: the step must be stored as a full. Its whole state is in memory.
             any other error: the next checkpoint is a full. Waiting steps are not affected.
         """
-        with self._advanced(fed, updates, job.step) as (plan, reached):
-            coded = plan.encode(fed, self._workers)
+        with self._replace_step(arriving, updates, job.step) as (plan, reached):
+            coded = plan.encode(arriving, self._workers)
             reached(coded.state)
         self._resident.unexplained.look(job.step, coded.base.step, coded.excess)
         self._policy.compressed(self._resident.here.id, coded.base.step, coded.stored, coded.nbytes)
         return self._wait(job, coded, order)
 
-    def stream(self, session: SegmentSession, fed: Fed, updates: Sequence[Update], job: SaveJob) -> Written:
+    def stream(
+        self, session: SegmentSession, arriving: ArrivingState, updates: Sequence[Update], job: SaveJob
+    ) -> Written:
         """Make a step durable at once, while it is copied unit by unit.
 
-        Raises as `add_fed`, and StorageError.
+        Raises as `add_arriving`, and StorageError.
         """
         moment, step, labels = time.time(), job.step, job.labels
-        with self._advanced(fed, updates, step) as (plan, reached):
-            written = plan.write(fed, session, self._draft, moment)
+        with self._replace_step(arriving, updates, step) as (plan, reached):
+            written = plan.write(arriving, session, self._draft, moment)
             reached(written.state)
         base, stored = written.encoding.base, written.encoding.bytes
         assert base is not None
@@ -205,22 +207,22 @@ class Diffs:
         return Written(written.segments, (written.encoding,), (entry,), dict.fromkeys(labels.tags, entry.node))
 
     @contextmanager
-    def _advanced(
-        self, fed: Fed, updates: Sequence[Update], step: int
-    ) -> Iterator[tuple[FedStep, Callable[[str], None]]]:
+    def _replace_step(
+        self, arriving: ArrivingState, updates: Sequence[Update], step: int
+    ) -> Iterator[tuple[ArrivingStep, Callable[[str], None]]]:
         """Yield a plan that compresses a step, and a function to call with its state hash.
 
         The step then replaces the previous one in memory.
         """
-        assert fed.room is not None
-        plan = self._resident.plan(fed.feed, updates, step)
-        snapshot = self._resident.turn(fed.feed.flat, fed.room)
+        assert arriving.room is not None
+        plan = self._resident.plan(arriving.feed, updates, step)
+        snapshot = self._resident.turn(arriving.feed.flat, arriving.room)
         self._missed = None
 
         def reached(state: str) -> None:
             identity = CheckpointId(self._term, step, state)
             self._resident.advance(identity, snapshot)
-            self._policy.joined()
+            self._policy.count_step()
 
         try:
             yield plan, reached
@@ -240,7 +242,7 @@ class Diffs:
         """
         coded = [one.coded for one in self.waiting if one.coded is not None]
         if self._sums.latest is not None:
-            coded = [self._summed_up()]
+            coded = [self._sum_up()]
         moments = [one.time for one in self.waiting]
         segments, encodings = write_batch(
             session,
@@ -262,7 +264,7 @@ class Diffs:
         tensors, nbytes, extra = coded.tensors, coded.nbytes, one.job.labels.extra
         return CheckpointEntry(self._term, coded.step, coded.state, one.time, tensors, nbytes, extra)
 
-    def _summed_up(self) -> EncodedStep:
+    def _sum_up(self) -> EncodedStep:
         """The one step that represents all waiting steps."""
         coded = self._sums.finish(self._resident, CheckpointId(self._term, self.waiting[-1].step, ""))
         self._policy.compressed(self._resident.here.id, coded.base.step, coded.stored, coded.nbytes)

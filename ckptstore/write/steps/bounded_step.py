@@ -28,7 +28,15 @@ from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.packed_segments import write_stream
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.capture.bounded_capture import Unit, Window
-from ckptstore.write.delta_encoding import Choices, EncodedChunk, Fed, TensorPlan, choose_all, group_jobs, units_of
+from ckptstore.write.delta_encoding import (
+    ArrivingState,
+    Choices,
+    EncodedChunk,
+    TensorPlan,
+    choose_all,
+    group_jobs,
+    units_of,
+)
 from ckptstore.write.steps.batch_segments import KIND
 from ckptstore.write.steps.step_encoding import (
     Base,
@@ -49,7 +57,7 @@ from ckptstore.write.steps.step_encoding import (
 from ckptstore.write.steps.unexplained_bytes import Excess
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["FedStep", "StreamedStep", "TooLongError", "digest_of", "plan_fed"]
+__all__ = ["ArrivingStep", "StreamedStep", "TooLongError", "digest_of", "plan_arriving"]
 
 _NOTHING: Final = np.empty(0, np.uint8)
 _Place = tuple[int, int, str]
@@ -96,7 +104,7 @@ class _Share:
     entries: int = 0
 
 
-class FedStep:
+class ArrivingStep:
     """The plan to compress a step that is copied unit by unit."""
 
     def __init__(
@@ -128,11 +136,11 @@ class FedStep:
 
     # -- compressing and writing
 
-    def encode(self, fed: Fed, workers: Workers) -> EncodedStep:
+    def encode(self, arriving: ArrivingState, workers: Workers) -> EncodedStep:
         """Compress the step and keep it in memory. Raises `TooLongError`, and errors of the feed."""
         share = _Share(list(self._moved), list(self._rest))
         units: list[tuple[EncodedTensor, ...]] = []
-        with closing(self._results([share], fed, workers)) as results:
+        with closing(self._results([share], arriving, workers)) as results:
             for one, (encoding, rule) in share.moved:
                 unit = unit_of(one, encoding, rule, list(self._chunks(one, results)))
                 assert unit is not None
@@ -143,7 +151,12 @@ class FedStep:
         return EncodedStep.of(self._flat, self._base.id, self._step, units, self._excess)
 
     def write(
-        self, fed: Fed, session: SegmentSession, draft: SegmentDoc, moment: float, limit: int | None = None
+        self,
+        arriving: ArrivingState,
+        session: SegmentSession,
+        draft: SegmentDoc,
+        moment: float,
+        limit: int | None = None,
     ) -> StreamedStep:
         """Compress the step, write it at the same time, and make it durable (COMMIT step 1).
 
@@ -162,7 +175,7 @@ class FedStep:
         parts = [SegmentPart(ids[0], number, len(ids)) if len(ids) > 1 else None for number in range(len(ids))]
         segments: list[SegmentEntry] = []
         entries: list[TensorEntry] = []
-        with closing(self._results(shares, fed, session.workers)) as results:
+        with closing(self._results(shares, arriving, session.workers)) as results:
             for segment, part, share in zip(ids, parts, shares, strict=True):
                 described = StepEncoding(draft.term, KIND, self._base.id, moment, False, part)
                 trees = {} if segments else {self._step: self._flat.tree}
@@ -206,16 +219,16 @@ class FedStep:
         yield share
 
     def _results(
-        self, shares: Sequence[_Share], fed: Fed, workers: Workers
+        self, shares: Sequence[_Share], arriving: ArrivingState, workers: Workers
     ) -> Generator[
         Any
     ]:  # for a chunk that an optimizer updated a `CodedChunk` or None; for others lists of `EncodedChunk`
-        assert fed.room is not None  # the next step is compressed against this one
+        assert arriving.room is not None  # the next step is compressed against this one
         units: list[Unit] = []
         for share in shares:
-            units += [one.unit(rules[0], extent, fed.room) for one, rules in share.moved for extent in one.extents]
-            units += units_of(share.rest, self._flat, fed.room)
-        windows = fed.feed.windows(units)
+            units += [one.unit(rules[0], extent, arriving.room) for one, rules in share.moved for extent in one.extents]
+            units += units_of(share.rest, self._flat, arriving.room)
+        windows = arriving.feed.windows(units)
         return workers.in_order(chain.from_iterable(self._jobs(share, windows) for share in shares))
 
     def _jobs(self, share: _Share, windows: Iterator[Window]) -> Iterator[Callable[[], Any]]:
@@ -297,7 +310,7 @@ def digest_of(tensor: EncodedTensor) -> int | None:
     return digest.combine(*shares, nbytes=tensor.spec.nbytes)
 
 
-def plan_fed(
+def plan_arriving(
     flat: FlatState,
     updates: Sequence[Update],
     base: Base,
@@ -306,7 +319,7 @@ def plan_fed(
     choices: Choices,
     step_choices: StepChoices,
     workers: Workers,
-) -> FedStep:
+) -> ArrivingStep:
     """Plan how to compress `flat` against the previous step, from samples of it; arguments as for `encode_step`."""
     joined = list(join(fitting_updates(updates, flat, base), flat, base))
     rules = choose_rules(joined, step_choices, workers)
@@ -317,4 +330,4 @@ def plan_fed(
     moved = [(one, rule) for one, rule, fit in zip(joined, rules, fits, strict=True) if fit]
     names = {name for one, _ in moved for update in one.updates for name in update.slots}
     rest = choose_all(flat, base, 1, choices, workers, flat.tensors.keys() - names)
-    return FedStep(step, flat, base, moved, rest, step_choices, [one for one in unfit if one is not None])
+    return ArrivingStep(step, flat, base, moved, rest, step_choices, [one for one in unfit if one is not None])

@@ -19,7 +19,7 @@ from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.delta_encoding import Base, Choices
 from ckptstore.write.resident_bases import MemoryBase
-from ckptstore.write.steps.bounded_step import FedStep, digest_of, plan_fed
+from ckptstore.write.steps.bounded_step import ArrivingStep, digest_of, plan_arriving
 from ckptstore.write.steps.step_encoding import EncodedStep, StepChoices, encode_step
 from ckptstore.write.steps.unexplained_bytes import Unexplained
 from ckptstore.write.steps.updates import Update
@@ -75,10 +75,10 @@ class ResidentStep:
             lossy=lossy,
         )
 
-    def plan(self, feed: Feed, updates: Sequence[Update], step: int) -> FedStep:
+    def plan(self, feed: Feed, updates: Sequence[Update], step: int) -> ArrivingStep:
         """Plan how to compress a state that is copied unit by unit. Reads samples of the state."""
         with feed.reading():
-            return plan_fed(
+            return plan_arriving(
                 feed.flat,
                 updates,
                 self.here,

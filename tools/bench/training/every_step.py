@@ -60,6 +60,7 @@ LABELS: Final = {
     "none-topk": "none, gradients compressed",
     "topk": "Checkpointer, top-k step diffs",
     "topk-agent": "Checkpointer, top-k step diffs, agent",
+    "topk-replica": "Checkpointer, top-k, replica",
 }
 DISTANCE: Final = 50
 """Steps between two fulls where lost steps are trained again."""

@@ -197,6 +197,7 @@ CHECKPOINTERS: Final[dict[str, type[Strategy]]] = {
     "dense-replica": _kind(Checkpointed, "Checkpointer, replica", how="replica", by_agent=True),
     "topk": _kind(Checkpointed, "Checkpointer, top-k step diffs", compressed=True),
     "topk-agent": _kind(Checkpointed, "Checkpointer, top-k step diffs, agent", compressed=True, by_agent=True),
+    "topk-replica": _kind(Checkpointed, "Checkpointer, top-k, replica", how="replica", compressed=True, by_agent=True),
     "storage": _kind(FromStorage, "Checkpointer, step diffs, both died"),
     "fulls-50": FullsAndRecompute,
 }

@@ -3,6 +3,7 @@
     python -m tools.kills.shim_kills --kills 100
     python -m tools.kills.shim_kills --kills 100 --agent
     python -m tools.kills.shim_kills --kills 100 --agent --strategy replica
+    python -m tools.kills.shim_kills --kills 100 --agent --strategy replica --ranks 1 --ranks 2 --compressed
     python -m tools.kills.shim_kills --kills 100 --agent --ranks 2
     python -m tools.kills.shim_kills --kills 100 --fsdp
     python -m tools.kills.shim_kills --kills 100 --every-form --out kills.jsonl
@@ -37,7 +38,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -133,7 +134,7 @@ def forms(options: argparse.Namespace) -> list[Job]:
         found = [Job(strategy, 2, sharded=True) for strategy in plain]
     else:
         found = [Job(strategy, ranks) for ranks in options.ranks or (1, 2) for strategy in plain]
-    return [Job(one.strategy, one.ranks, one.by_agent, one.sharded, options.broken) for one in found]
+    return [replace(one, compressed=options.compressed, broken=options.broken) for one in found]
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -143,6 +144,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, choices=(1, 2), action="append")
     parser.add_argument("--agent", action="store_true", help="an agent saves, and is killed, too")
     parser.add_argument("--fsdp", action="store_true", help="the ranks have shards of the model (two processes)")
+    parser.add_argument("--compressed", action="store_true", help="the gradients are compressed (TopKHook)")
     parser.add_argument("--every-form", action="store_true", help="one process, two ranks of DDP; both with agents")
     parser.add_argument("--seed", type=int, help="default: that of --out, or the time")
     parser.add_argument("--turn", type=int, default=10, metavar="KILLS", help="at a time of each form")
@@ -160,6 +162,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("replica needs an agent: add --agent")
     if "replica" in (options.strategy or ()) and options.fsdp:
         parser.error("replica does not support shards: omit --fsdp")
+    if options.compressed and options.fsdp:
+        parser.error("TopKHook does not support shards: omit --fsdp")
     return options
 
 

@@ -49,6 +49,7 @@ class Job:
         ranks: how many processes: one, or of DDP, or of FSDP2.
         by_agent: an agent saves.
         sharded: FSDP2, in shards of different sizes.
+        compressed: the gradients are compressed by a `TopKHook`.
         broken: how the checkpointer is wrong on purpose; see `broken`.
     """
 
@@ -56,17 +57,19 @@ class Job:
     ranks: int = 1
     by_agent: bool = False
     sharded: bool = False
+    compressed: bool = False
     broken: str | None = None
 
     def __str__(self) -> str:
         how = (" of FSDP2" if self.sharded else "") + (" with an agent" if self.by_agent else "")
+        how += ", compressed" if self.compressed else ""
         return f"{self.strategy}, {self.ranks} rank{'s' if self.ranks > 1 else ''}{how}"
 
     def command(self, store: Path, rank: int, port: int) -> list[str]:
         """The command line of one rank."""
         words = [sys.executable, "-W", "ignore", "-m", "tools.kills.shim_kills.script", "--store", str(store)]
         words += ["--strategy", self.strategy, "--ranks", str(self.ranks), "--rank", str(rank), "--port", str(port)]
-        words += ["--agent"] * self.by_agent + ["--sharded"] * self.sharded
+        words += ["--agent"] * self.by_agent + ["--sharded"] * self.sharded + ["--compressed"] * self.compressed
         return words + (["--broken", self.broken] if self.broken else [])
 
 

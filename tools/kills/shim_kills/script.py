@@ -40,7 +40,7 @@ def train(asked: argparse.Namespace) -> None:
     """Train to the last step."""
     import torch
 
-    from ckptstore.training import Checkpointer
+    from ckptstore.training import Checkpointer, TopKHook
 
     torch.set_num_threads(1)
     random.seed(asked.rank)
@@ -51,6 +51,9 @@ def train(asked: argparse.Namespace) -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1)
     data = torch.utils.data.TensorDataset(torch.randn(80, 48, generator=torch.Generator().manual_seed(asked.rank)))
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    hook = TopKHook(0.05) if asked.compressed else None
+    if hook is not None and asked.ranks > 1:
+        hook.register(model)
     with Checkpointer(
         asked.store,
         model=model,
@@ -59,6 +62,7 @@ def train(asked: argparse.Namespace) -> None:
         loader=loader,
         strategy=asked.strategy,
         extra={"ema": ema},
+        compressor=hook,
         full_every=8,
         rank_timeout=_RANK_TIMEOUT,
         agent=asked.agent,
@@ -73,6 +77,8 @@ def train(asked: argparse.Namespace) -> None:
             (x,) = next(batches)
             loss = (model(x + 0.1 * np.random.random()) - x * random.random()).square().mean()
             loss.backward()
+            if hook is not None and asked.ranks == 1:
+                hook.compress(bare.parameters())
             torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
@@ -89,6 +95,8 @@ def train(asked: argparse.Namespace) -> None:
         checkpointer.wait()
         parts = [bare.state_dict(), optimizer.state_dict(), scheduler.state_dict(), ema.state_dict()]
         parts += [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()]
+        if hook is not None:
+            parts.append([*hook.state_dict()["residuals"].values()])
         last = digest(parts)
     tell(f"end {last}")
     if asked.ranks > 1:
@@ -138,6 +146,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--agent", action="store_true")
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--compressed", action="store_true")
     parser.add_argument("--broken", choices=sorted(BROKEN), help="a checkpointer that is wrong")
     asked = parser.parse_args()
     signal.alarm(LONGEST + 20)  # even if the harness dies

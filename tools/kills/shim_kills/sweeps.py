@@ -60,7 +60,7 @@ class Sweeper:
     def __init__(self, start: Start, evidence: Path | None = None) -> None:
         self._start = start
         self._evidence = evidence
-        self._references: dict[tuple[int, bool], Life] = {}
+        self._references: dict[tuple[int, bool, bool], Life] = {}
 
     def sweep(self, kills: int, job: Job, seed: str, tally: Tally) -> None:
         """Kill a run `kills` times, and further runs; `tally` counts.
@@ -85,10 +85,11 @@ class Sweeper:
 
     def _reference(self, job: Job) -> Life:
         """The uninterrupted run: it saves fulls without an agent, whatever the strategy. The bits must be the same."""
-        key = job.ranks, job.sharded
+        key = job.ranks, job.sharded, job.compressed
         if key not in self._references:
             with _folder() as folder:
-                life = live(self._start, folder, Job("full", job.ranks, sharded=job.sharded), None)
+                plain = Job("full", job.ranks, sharded=job.sharded, compressed=job.compressed)
+                life = live(self._start, folder, plain, None)
             if life.errors or len(life.digests) != job.ranks:
                 raise Violation(f"the uninterrupted run of {job} failed: {life.errors}")
             self._references[key] = life

@@ -35,7 +35,8 @@ LETTER_LIMIT: Final = 256 << 20
 """Most bytes of a letter. A part of 100,000 tensors has about 10 MB."""
 _HEAD: Final = struct.Struct("<QQ")  # length, hash
 _FIRST_PAUSE: Final = 0.001
-_LONGEST_PAUSE: Final = 0.05
+LONGEST_PAUSE: Final = 0.05
+"""Seconds between two looks for the letter of another rank: the first pause, and the longest."""
 
 
 class Mailbox(Protocol):
@@ -153,7 +154,7 @@ class ReplyDeadline:
             if left <= 0:
                 return False
             time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE)
         return True
 
 

@@ -59,8 +59,8 @@ class Exchange:
     ended: Callable[[], None]
     silence: SilentRanks = field(default_factory=SilentRanks)
     given: float = field(default_factory=time.monotonic)
-    _looked: float = field(default=0.0, init=False)
-    _looked_for_ended: float = field(default=0.0, init=False)
+    _last_look: float = field(default=0.0, init=False)
+    _last_look_for_ended: float = field(default=0.0, init=False)
 
     @property
     def prefix(self) -> str:
@@ -175,9 +175,9 @@ class Exchange:
     def _check_ended(self, ranks: Iterable[int]) -> None:
         """Prevents: waiting for the part of a rank whose trainer is dead, while its agent lives."""
         now = time.monotonic()
-        if now - self._looked_for_ended < _LOOK_FOR_ENDED:
+        if now - self._last_look_for_ended < _LOOK_FOR_ENDED:
             return
-        self._looked_for_ended = now
+        self._last_look_for_ended = now
         if not self.mailbox.has([f"{self.base}/over"]):
             return
         for rank in ranks:
@@ -191,9 +191,9 @@ class Exchange:
     def _look_around(self, keys: list[str]) -> None:
         """Prevents: a wait of minutes for the part of a rank that saves other steps."""
         now = time.monotonic()
-        if now - self._looked < _LOOK_AROUND:
+        if now - self._last_look < _LOOK_AROUND:
             return
-        self._looked = now
+        self._last_look = now
         for rank, key in enumerate(keys):
             at = self.mailbox.get(f"{self.base}/at/{rank}")
             if at is not None and int(at) > self.step and not self.mailbox.has([key]):
