@@ -174,7 +174,8 @@ class _Digests:
             if chain.tensor.digest is not None and len(chain.links) > 1
         }
         self._sums = dict.fromkeys(self._chains, 0)
-        self._compiled = kernel_choice.kind() == "compiled"
+        # To ask imports numba: 70 MiB and half a second, which a state without deltas or steps does not need.
+        self._compiled = bool(self._chains) and kernel_choice.kind() == "compiled"
         self._lock = threading.Lock()
 
     def add(self, name: str, start: int, data: Bytes) -> None:

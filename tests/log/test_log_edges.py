@@ -66,6 +66,20 @@ def test_records_of_others_are_not_settled() -> None:
     assert backend.of("settle") == []
 
 
+@pytest.mark.parametrize("term", [1, 2])
+def test_a_term_of_the_other_tier_is_opened_only_above_every_term_of_this_one(term: int) -> None:
+    """A writer without the remote may open a term here after the remote's: two terms must not share a number."""
+    here, there = World(), World()
+    theirs = [opened(there, there).opened for _ in range(3)]
+    opened(here, here)
+    same = open_term(here.journal, None, patience=HASTE, like=theirs[1])
+    assert (same.number, same.opened.nonce) == (2, theirs[1].nonce)
+    with pytest.raises(FencedError, match=rf"^term {term} of the other tier: this one has term 2 already$"):
+        open_term(here.journal, None, patience=HASTE, like=theirs[term - 1])
+    assert len(here.canon) == 2, "nothing was opened"
+    assert open_term(here.journal, None, patience=HASTE, like=theirs[2]).number == 3
+
+
 def waiting() -> tuple[Patience, list[float]]:
     paused: list[float] = []
     return Patience(tries=3, first=1.0, longest=3.0, sleep=paused.append), paused

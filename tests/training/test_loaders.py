@@ -212,6 +212,19 @@ def cases(draw: st.DrawFn, workers: int = 0) -> Case:
     )
 
 
+@pytest.mark.parametrize("stateful", [True, False])
+@pytest.mark.parametrize(("samples", "cuts"), [(5, (3,)), (5, (3, 6)), (6, (3,)), (5, (2,))])
+def test_the_order_after_an_epoch_whose_last_batch_was_the_last_step(
+    tmp_path: Path, stateful: bool, samples: int, cuts: tuple[int, ...]
+) -> None:
+    """A short last batch takes the sampler to its end, where it draws from its generator once more."""
+    case = Case(
+        stateful, "random", samples, 2, 0, False, False, True, drop_last=False, augmented=False, own=False,
+        extra_step=False, steps=10, cuts=cuts,
+    )  # fmt: skip
+    compared(case, tmp_path)
+
+
 @settings(max_examples=short_or(15, 100), deadline=None)
 @given(case=cases())
 def test_the_losses_of_a_resumed_run(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -279,7 +280,8 @@ class Campaign:
 
 def _warm_up() -> None:
     """Do the one-time work (imports, compiled kernels), so that lives do not repeat it."""
-    with ckptstore.open("memory://tier-kills").writer(deltas=4) as writer:
+    # A store of its own: that of an earlier campaign of this process already has these steps.
+    with ckptstore.open(f"memory://tier-kills-{uuid.uuid4().hex}").writer(deltas=4) as writer:
         for step in range(1, 4):
             writer.save(state_at(step), step)
 

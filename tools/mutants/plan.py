@@ -26,7 +26,7 @@ _CRASHES: Final = tuple(
 )
 _PLAYED_BACK: Final = ("ckptstore/backends/", "ckptstore/log/", "ckptstore/maintenance/garbage_collection")
 """What the crash tests run. Syncs of other modules concern their own files (exports, a probed disk)."""
-_LOG: Final = _some("log", "lost_slots", "replaced", "fold_writer", "pins", "requests", "log_machine")
+_LOG: Final = _some("log", "log_edges", "lost_slots", "replaced", "fold_writer", "pins", "requests", "log_machine")
 _STORE: Final = _some("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
 
 CONCERNED: Final[Mapping[str, Sequence[str]]] = {

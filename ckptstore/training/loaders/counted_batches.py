@@ -248,6 +248,10 @@ class CountedBatches:
         lazy = plan.way == "inner" and isinstance(batches, GeneratorType)
         if lazy and isinstance(self.loader, DataLoader):
             batches = self._first_taken(batches)
+        elif plan.way == "inner" and self._ended_short():
+            # Prevents: another order in the next epoch. To fill that batch, the run asked the sampler beyond its end,
+            # where torch's RandomSampler draws once more. torchdata, which skips the samples, does not.
+            batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
         self._set(now)  # includes what training drew meanwhile (dropout, above all), which was not drawn again
         return self._first_watched(batches) if lazy and not isinstance(self.loader, DataLoader) else batches
 
@@ -273,6 +277,18 @@ class CountedBatches:
         else:
             self._make()  # it was made in an earlier epoch
             self._set(begun)
+
+    def _ended_short(self) -> bool:
+        """Whether the last batch that was yielded is the epoch's last one, has fewer samples than the others, and was
+        loaded by this process."""
+        loader = self.loader
+        if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.num_workers or self._is_stream():
+            return False
+        try:
+            whole, rest = divmod(len(loader.sampler), loader.batch_size)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return False  # a sampler without a length
+        return rest > 0 and not loader.drop_last and self._given == whole + 1
 
     def _is_stream(self) -> bool:
         """Whether the dataset itself, not a sampler, decides the order of samples."""
