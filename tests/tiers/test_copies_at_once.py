@@ -17,6 +17,7 @@ from ckptstore.backends.object_store.objects import ObjectBackend
 from ckptstore.formats.history.records import COPYING_KEY
 from ckptstore.log import log_copy, pins
 from ckptstore.maintenance.copies import store_copy
+from ckptstore.tiers import background_drain
 from tests.maintenance.stores import late
 from tests.tiers.test_tiers import check, state, steps
 from tools.objects.proxy import FaultProxy, Rule
@@ -165,8 +166,11 @@ def test_a_segment_of_a_copy_that_is_given_up_in_doubt_is_left_where_another_may
     assert (key in directly.list("seg/")) is shared
 
 
-def test_a_bucket_that_is_emptied_beside_a_drain_is_not_taken_for_the_remote(s3: Server, tmp_path: Path) -> None:
+def test_a_bucket_that_is_emptied_beside_a_drain_is_not_taken_for_the_remote(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its log would begin in the middle: readers would conclude that the remote has checkpoints that no slot names."""
+    monkeypatch.setattr(background_drain, "WATCH", 60.0)  # the warning is that of close
     url = s3.url()
     store = ckptstore.open(tmp_path / "run", remote=url, remote_options=s3.options)
     writer = store.writer(poll_seconds=None)

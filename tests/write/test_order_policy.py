@@ -99,7 +99,7 @@ def test_step_diffs_begin_with_a_full_and_end_with_the_next_one() -> None:
 def test_another_term_does_not_know_yet_how_large_its_step_diffs_are() -> None:
     policy = OrderPolicy(diffs=DiffOptions(), chains=Chains(lambda: ("every:10",)))
     policy.begin_steps(name(11), FULL, 1.0)
-    policy.joined()
+    policy.count_step()
     policy.compressed(name(12), 11, 900, FULL)
     policy.begin_term()
     policy.committed(FULL_ORDER, name(15), FULL, FULL)
