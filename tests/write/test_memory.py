@@ -363,7 +363,7 @@ def test_a_failed_copy_is_reported_once_and_the_next_save_is_a_full(mode: str) -
             with pytest.raises(ZeroDivisionError):
                 writer.save_async(broken(big(3), "w2"), 3)
             writer.wait()  # does not report it
-            assert inside.fed_memory(writer).used == 0
+            assert inside.bounded_memory(writer).used == 0
         assert writer.save(broken(big(3)), 3).kind == "full"
         assert writer.save(big(4), 4).kind in ("delta", "gradient")
     check(store, {step: big(step) for step in range(1, 5)})
@@ -383,7 +383,7 @@ def test_a_medium_that_fails_midway(mode: str, monkeypatch: pytest.MonkeyPatch) 
         medium.fails = {medium.opened}
         with pytest.raises(ckptstore.StorageError, match="no space"):
             writer.save(random(3), 3)
-        assert inside.fed_memory(writer).used == 0
+        assert inside.bounded_memory(writer).used == 0
         truth[3] = random(3)
         assert writer.save(dict(truth[3]), 3).kind == "full"
         truth[4] = random(4)

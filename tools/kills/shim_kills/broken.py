@@ -14,14 +14,14 @@ def _forgets_generators() -> None:
     """A restore that leaves numpy's generator unchanged."""
     from ckptstore.training import rng
 
-    real = rng.restored
+    real = rng.restore
 
     def restored(state: Mapping[str, Any]) -> None:
         before = np.random.get_state()
         real(state)
         np.random.set_state(before)
 
-    rng.restored = restored
+    rng.restore = restored
 
 
 def _loses_a_bit() -> None:
