@@ -31,7 +31,7 @@ def test_a_long_history_asks_the_medium_for_no_more_than_a_short_one(tmp_path: P
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim") or sys.platform != "linux", reason="asks glibc")
 def test_the_memory_of_a_writer_stays(tmp_path: Path) -> None:
     """If everything were kept, each save would leave the catalog about 220 bytes, and a leaked state 8,000."""
-    saves = short_or(240, 20_000)
+    saves = short_or(240, 5_000)
     found = list(resident.readings(tmp_path / "store", saves, saves // 16))
     assert found[-1][2] < 60 + saves // 1000
     assert resident.left_per_save(found) < 4000, found

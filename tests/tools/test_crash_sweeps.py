@@ -22,12 +22,12 @@ def test_sigkill_at_every_crash_point(tmp_path: Path) -> None:
 
 
 def test_faults_surface_and_lose_nothing() -> None:
-    done = faultsweep.sweep(every=short_or(397, 17), cuts=short_or(1, 3))
+    done = faultsweep.sweep(every=short_or(397, 67), cuts=short_or(1, 2))
     _check_sweep(done)
 
 
 def test_faults_in_a_store_that_recycles_files_surface_and_lose_nothing() -> None:
-    _check_sweep(faultsweep.sweep(every=short_or(631, 29), cuts=short_or(1, 3), medium="recycled"))
+    _check_sweep(faultsweep.sweep(every=short_or(631, 113), cuts=short_or(1, 2), medium="recycled"))
 
 
 def _check_sweep(done: faultsweep.Sweep) -> None:

@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.slow
 def test_on_a_folder(tmp_path: Path) -> None:
-    steps, out = short_or(120, 5000), tmp_path / "out"
+    steps, out = short_or(120, 2000), tmp_path / "out"
     out.mkdir()
     seen = supervise(str(tmp_path / "store"), out, steps=steps, seconds=None, rules=RULES, pause=0.3)
     assert seen["steps"] == steps
