@@ -176,6 +176,7 @@ def measure(folder: Path, steps: int, *, back_to_back: bool = False) -> list[Row
     Args:
         back_to_back: the next step begins at once; otherwise once the previous one is durable.
     """
+    torch.set_num_threads(1)  # OpenMP's threads spin after a step, and that would count as processor time of the save
     ways = {way: _Calls(folder) if way == "calls" else _Way(way, folder) for way in WAYS}
     loop: dict[str, list[float]] = {way: [] for way in WAYS}
     cpu: dict[str, list[float]] = {way: [] for way in WAYS}
