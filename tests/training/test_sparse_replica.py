@@ -60,16 +60,21 @@ class Script:
                 **options,
             )
 
-    def train(self, step: int, *, added: bool = False, beside: bool = False) -> Any:
+    def train(self, step: int, *, added: bool = False, beside: bool = False, uncounted: bool = False) -> Any:
         """Take a step.
 
         Args:
             added: another gradient is added to one that was compressed, so that its entries are not all of it.
             beside: a value is changed past torch's counters, which no hook sees.
+            uncounted: as `added`, past torch's counters and before anything else changes the gradient.
         """
         self.model(torch.randn(16, 256, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         self.hook.compress(self.model.parameters())
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+        if uncounted:
+            for one in self.model.parameters():
+                one.grad.data.add_(one.data, alpha=1e-4)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
         if added:
             self.model[0].weight.grad.add_(1e-4)
         if beside:
@@ -173,6 +178,28 @@ def test_a_gradient_with_other_entries_is_sent_dense(tmp_path: Path, given: list
             for step in range(4):
                 script.train(step, added=step > 1)
     assert [how for _, how, _ in given] == ["whole", "sparse", "dense", "dense"]
+    found = ckptstore.open(tmp_path / "run").load()
+    assert shim_kills.digest([found["model"], found["optimizer"]]) == shim_kills.digest(
+        [script.model.state_dict(), script.optimizer.state_dict()]
+    )
+
+
+def test_gradients_changed_past_torchs_count_are_sent_dense_after_the_first_wrong_step(
+    tmp_path: Path, given: list[tuple[int, str, int]]
+) -> None:
+    script = Script(tmp_path / "run")
+
+    def work() -> None:
+        with script.checkpointer:
+            script.checkpointer.resume()
+            for step in range(6):
+                script.train(step, uncounted=True)
+                script.checkpointer.wait()
+
+    with pytest.warns(UnexplainedStepWarning, match=r"weight"):
+        work()
+    # Step 2 is computed wrongly, and `wait` hands it over again.
+    assert [how for _, how, _ in given] == ["whole", "sparse", "whole", "dense", "dense", "dense", "dense"]
     found = ckptstore.open(tmp_path / "run").load()
     assert shim_kills.digest([found["model"], found["optimizer"]]) == shim_kills.digest(
         [script.model.state_dict(), script.optimizer.state_dict()]

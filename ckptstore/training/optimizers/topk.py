@@ -153,7 +153,8 @@ class TopKHook:
             flat = gradient.detach().reshape(-1)
             values = flat[indices]
             # Nobody has touched what `compress` has left: the rest need not be read. Who does so past torch's count
-            # (``.data``) only makes a step dearer to store: what is predicted from this is compared with the state.
+            # (``.data``) makes a step dearer to store: what is predicted from this is compared with the state. A
+            # replica drops the step, and checks all gradients from then on.
             if self._left.pop(parameter, None) != _version(gradient) and _entries(flat) != _entries(values):
                 continue
             found[parameter] = SparseGradient(indices.cpu().numpy(), values.cpu().numpy(), flat.numel())

@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from ckptstore.agent.client.buffer_client import BorrowedBuffer
 from ckptstore.agent.client.replica_client import ReplicaClient
 from ckptstore.agent.protocol.replica_recipe import Recipe, write_entries
 from ckptstore.errors import UnsupportedStateError
+from ckptstore.formats.optim import SparseGradient
 from ckptstore.frameworks.torch_optimizers import settings_of
 from ckptstore.frameworks.torch_tensors import counted_changes, from_buffer, on_host
 from ckptstore.host.batched_copies import BatchedCopies
@@ -85,6 +87,7 @@ class ConsumedGradients:
         self._stashed: dict[int, Any] = {}
         self._process = os.getpid()
         self._useless_steps = 0 if early and compressor is None else _MOST_USELESS
+        self._counted = False  # the entries of a gradient are counted before they are taken for all of it
 
     def attach(self, replicated: ReplicaClient, form: Replicable) -> None:
         """Copy what is consumed from now on to this replica."""
@@ -243,6 +246,8 @@ class ConsumedGradients:
             sparse = entries.get(parameter) if made else None
             if sparse is None:
                 continue
+            if self._counted and not _is_all_of(sparse, parameter.grad):
+                continue
             form = recipe.layout.tensors[recipe.rows[row].weight]
             if (form.dtype, form.nbytes) != ("F32", 4 * sparse.size):
                 continue  # the parameter has another form now: the copy of the dense gradient says so
@@ -261,6 +266,13 @@ class ConsumedGradients:
             self._useless_steps = self._useless_steps + 1 if stale > kept else 0
         if self._useless_steps >= _MOST_USELESS:
             self.late()
+
+    def differed(self) -> None:
+        """The agent computed another state: from now on gradients are copied late, and compressed ones are checked."""
+        # Prevents: whole tensors that are sent in every step, because a script changes gradients past torch's count
+        # (``.grad.data``), where the dense gradient would do.
+        self._counted = True
+        self.late()
 
     def late(self) -> None:
         """Stop copying during backward."""
@@ -290,6 +302,14 @@ def _check_form(gradient: torch.Tensor, target: torch.Tensor) -> None:
         )
     if gradient.layout is not torch.strided:
         raise UnsupportedStateError(f"a gradient is {gradient.dtype}, {gradient.layout}")
+
+
+def _is_all_of(sparse: SparseGradient, gradient: torch.Tensor | None) -> bool:
+    """Whether an fp32 gradient is +0.0 everywhere but in its entries."""
+    if gradient is None:
+        return False
+    dense = gradient.detach().reshape(-1).view(torch.int32)
+    return int(torch.count_nonzero(dense)) == int(np.count_nonzero(sparse.values.view(np.int32)))
 
 
 def _value(number: Any) -> float | None:

@@ -314,7 +314,7 @@ class ReplicaSaves(StateSaves):
         names = [] if self._replicated is None else self._replicated.differing()
         self._wrong.update(names)
         if names:
-            self._consumed.late()
+            self._consumed.differed()
             self._remark(
                 f"replica: {names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} became something else "
                 "than the optimizer's arithmetic says, and that step is not saved (weights that are changed beside the "
