@@ -328,3 +328,23 @@ def test_ranks_send_only_the_entries_of_compressed_gradients(
     assert sparse == {(2, True), (3, True), (4, True)}
     assert {step for _, step, _ in wholes} == {1}
     assert [info.step for info in ckptstore.open(tmp_path / "run").checkpoints()] == [1, 2, 3, 4]
+
+
+def test_gradients_that_are_averaged_past_torchs_count_cost_ranks_no_step(
+    tmp_path: Path, wholes: list[tuple[int | None, int, str]]
+) -> None:
+    """torch does not count ``all_reduce(p.grad)`` as a change; ``.data`` stands for it here."""
+
+    def work(group: Group) -> None:
+        script = test_sparse_replica.Script(tmp_path / "run", group=group, rank_timeout=60)
+        with script.checkpointer:
+            script.checkpointer.resume()
+            for step in range(4):
+                script.train(step, uncounted=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnexplainedStepWarning)
+        warnings.simplefilter("error", UnsavedStepWarning)
+        as_ranks(2, work)
+    assert {step for _, step, _ in wholes} == {1}
+    assert [info.step for info in ckptstore.open(tmp_path / "run").checkpoints()] == [1, 2, 3, 4]

@@ -68,12 +68,15 @@ class ConsumedGradients:
         compressor: Compressor | None = None,
         *,
         early: bool,
+        counted: bool = False,
     ) -> None:
         """
         Args:
             pool: the threads that copy.
             compressor: knows which entries of the gradients are left; None: gradients are dense.
             early: copy gradients during backward. Ignored with a compressor, which changes them after that.
+            counted: count the entries of every compressed gradient. For ranks: torch does not count ``all_reduce`` of a
+                gradient as a change.
         """
         self._optimizers = list(optimizers)
         self._pool = pool
@@ -87,7 +90,7 @@ class ConsumedGradients:
         self._stashed: dict[int, Any] = {}
         self._process = os.getpid()
         self._useless_steps = 0 if early and compressor is None else _MOST_USELESS
-        self._counted = False  # the entries of a gradient are counted before they are taken for all of it
+        self._counted = counted  # the entries of a gradient are counted before they are taken for all of it
 
     def attach(self, replicated: ReplicaClient, form: Replicable) -> None:
         """Copy what is consumed from now on to this replica."""

@@ -72,7 +72,9 @@ class ReplicaSaves(StateSaves):
         self._pool = started_pool(default_threads(), "ckptstore-replica")
         # Of ranks gradients are final when they were averaged, which a parameter's hook does not see.
         early = not self._captured.scaled and not self._ranked
-        self._consumed = ConsumedGradients(self._captured.optimizers, self._pool, settings.compressor, early=early)
+        self._consumed = ConsumedGradients(
+            self._captured.optimizers, self._pool, settings.compressor, early=early, counted=self._ranked
+        )
         self._replicated: ReplicaClient | None = None
         self._form: _Form | None = None
         self._plan: StatePlan | None = None
