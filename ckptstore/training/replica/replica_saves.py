@@ -1,10 +1,9 @@
 """Saves of strategy ``replica``: the trainer sends its gradients, and the agent repeats the optimizers' steps.
 
 The first state of a form is sent whole. After that a step costs a copy of the gradients (with a `TopKHook`, of the
-entries that are left, as LowDiff's), a copy of what no optimizer
-moves (buffers, generators, averages), and a digest of what the agent computes. The digest is taken in every step: only
-a proven state may be written or passed to a successor, and the next state is computed from it. After any error the next
-state is sent whole.
+entries that are left, as LowDiff's), a copy of what no optimizer moves (buffers, generators, averages), and a digest of
+what the agent computes. The digest is taken in every step: only a proven state may be written or passed to a successor,
+and the next state is computed from it. After any error the next state is sent whole.
 """
 
 from __future__ import annotations
