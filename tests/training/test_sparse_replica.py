@@ -87,6 +87,13 @@ class Script:
         kept = self.hook.state_dict().get("residuals", {})  # by names, which `named` gives
         return shim_kills.digest([self.model.state_dict(), self.optimizer.state_dict(), [*kept.values()]])
 
+    def check_stored(self, path: Path) -> None:
+        """Compare the newest checkpoint with the model and the optimizer, bit for bit."""
+        found = ckptstore.open(path).load()
+        assert shim_kills.digest([found["model"], found["optimizer"]]) == shim_kills.digest(
+            [self.model.state_dict(), self.optimizer.state_dict()]
+        )
+
 
 def uninterrupted(steps: int, *, exact: bool = True) -> str:
     script = Script(None, exact=exact)
@@ -178,10 +185,7 @@ def test_a_gradient_with_other_entries_is_sent_dense(tmp_path: Path, given: list
             for step in range(4):
                 script.train(step, added=step > 1)
     assert [how for _, how, _ in given] == ["whole", "sparse", "dense", "dense"]
-    found = ckptstore.open(tmp_path / "run").load()
-    assert shim_kills.digest([found["model"], found["optimizer"]]) == shim_kills.digest(
-        [script.model.state_dict(), script.optimizer.state_dict()]
-    )
+    script.check_stored(tmp_path / "run")
 
 
 def test_gradients_changed_past_torchs_count_are_sent_dense_after_the_first_wrong_step(
@@ -200,10 +204,7 @@ def test_gradients_changed_past_torchs_count_are_sent_dense_after_the_first_wron
         work()
     # Step 2 is computed wrongly, and `wait` hands it over again.
     assert [how for _, how, _ in given] == ["whole", "sparse", "whole", "dense", "dense", "dense", "dense"]
-    found = ckptstore.open(tmp_path / "run").load()
-    assert shim_kills.digest([found["model"], found["optimizer"]]) == shim_kills.digest(
-        [script.model.state_dict(), script.optimizer.state_dict()]
-    )
+    script.check_stored(tmp_path / "run")
 
 
 def test_a_value_that_no_hook_saw_change_is_never_stored_wrongly(
@@ -226,10 +227,7 @@ def test_a_value_that_no_hook_saw_change_is_never_stored_wrongly(
     assert "whole" in {how for step, how, _ in given if step > 2}
     store = ckptstore.open(tmp_path / "run")
     assert store.latest_step() == 5
-    found = store.load(5)
-    assert shim_kills.digest([found["model"], found["optimizer"]]) == shim_kills.digest(
-        [script.model.state_dict(), script.optimizer.state_dict()]
-    )
+    script.check_stored(tmp_path / "run")
 
 
 def _place(numbers: int) -> Any:

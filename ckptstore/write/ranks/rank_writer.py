@@ -231,7 +231,7 @@ class RankWriter(Writer):
     ) -> RankSave:
         """Do everything that needs the caller's state as it is now."""
         self._check_open()
-        if not isinstance(state, Copies):  # the owner of an adopted state is told of each save separately
+        if not isinstance(state, Copies):  # an agent reports the failure of each save to its trainer by itself
             self._resources.failures.raise_unseen()
         rank_term = self._work.rank_term
         rank_term.saves.check(step)
