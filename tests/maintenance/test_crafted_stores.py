@@ -161,8 +161,11 @@ def test_verified_checkpoints_load(valid: tuple[str, Crafted], kind: str) -> Non
     places = [place for place in crafted.places() if place[0] in kinds]
     if not places:
         pytest.skip("packed segments have no tensors in their header, and plain ones no index")
+    # Most changes of values that the log's state hash covers have no effect once the hash is changed, too.
+    demanded = 0 if kind == "restated" else TRIALS // 3 + 1
     reported = tried = 0
-    while tried < TRIALS:
+    while tried < TRIALS or reported < demanded:
+        assert tried < 10 * TRIALS, f"only {reported} of {tried} changes were reported"
         what, key, place = chance.choice(places)
         changed = crafted.clone()
         if not mutate(chance, changed.text(what, key), place):
@@ -173,8 +176,6 @@ def test_verified_checkpoints_load(valid: tuple[str, Crafted], kind: str) -> Non
         except ckptstore.CkptError:
             continue  # nothing to describe
         reported += check(store, (name, what, key, place))
-    # Most changes of values that the log's state hash covers have no effect once the hash is changed, too.
-    assert kind == "restated" or reported > TRIALS // 3
 
 
 def test_payloads_that_fit_and_lead_elsewhere(valid: tuple[str, Crafted]) -> None:
