@@ -13,10 +13,12 @@ REST: Final = (
     # The examples of the docs, run as they are printed. The interfaces themselves have their own tests.
     "tests/test_docs.py",
     "tests/test_readme.py",
+    "tests/test_recipes.py",
     "tests/agent/test_agent_docs.py",
     "tests/cli/test_operations_docs.py",
     "tests/following/test_docs.py",
     "tests/maintenance/test_retention_docs.py",
+    "tests/store/test_shim_example.py",
     "tests/training/test_checkpointer_docs.py",
     "tests/training/test_example_script.py",
     "tests/training/test_layerwise_docs.py",
@@ -27,6 +29,7 @@ REST: Final = (
     "tests/maintenance/test_upkeep_kills.py",
     "tests/write/test_diff_kills.py",
     # Jobs of many processes: real ranks, agents and trainers. Other tests check their protocols with threads as ranks.
+    "tests/agent/test_handover.py",
     "tests/agent/test_rank_agents.py",
     "tests/agent/test_stopped.py",
     "tests/training/test_checkpointer_agent.py",
@@ -39,6 +42,7 @@ REST: Final = (
     "tests/write/test_rank_processes.py",
     # Interpreters that compile kernels, and an older version of this package.
     "tests/formats/test_kernel_cache.py",
+    "tests/maintenance/test_wrong_compiled_kernels.py",
     "tests/store/test_frozen_version.py",
     # Measured memory of processes, and states of more than a hundred megabytes.
     "tests/host/test_memory.py",

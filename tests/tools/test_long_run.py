@@ -57,7 +57,7 @@ def test_on_objects(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     steps = 400
     seen = supervise(server.url(), tmp_path, steps=steps, seconds=None, rules=RULES, pause=0.5)
     assert seen["steps"] == steps
-    assert seen["kinds"]["gradient"] > 2
+    assert seen["kinds_before_the_last_compaction"]["gradient"] > 2
 
 
 def test_the_promised_steps() -> None:

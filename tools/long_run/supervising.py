@@ -6,6 +6,7 @@ import csv
 import json
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Mapping, Set
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -67,7 +68,7 @@ def check(url: str, out: Path, rules: Rules) -> dict[str, Any]:
     saved = read_saved(out / "saved.jsonl")
     store = ckptstore.open(url)
     store.gc()
-    _compare(store, promised(saved.values(), rules), saved)
+    saved_as = Counter(info.kind for info in _compare(store, promised(saved.values(), rules), saved).values())
     before = len(store.backend.list(""))
     compacted = store.compact(take_over=True)
     store.gc()
@@ -83,7 +84,8 @@ def check(url: str, out: Path, rules: Rules) -> dict[str, Any]:
     return {
         "steps": len(saved),
         "checkpoints": len(there),
-        "kinds": {kind: sum(info.kind == kind for info in there.values()) for kind in {i.kind for i in there.values()}},
+        "kinds": dict(Counter(info.kind for info in there.values())),
+        "kinds_before_the_last_compaction": dict(saved_as),
         "restored_by_readers": sum(one["restored"] for one in readers),
         "steps_seen_by_readers": sum(one["steps"] for one in readers),
         "retired_before_read": sum(one["retired_before"] for one in readers),
