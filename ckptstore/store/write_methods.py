@@ -212,15 +212,19 @@ class WriteMethods(StoreHandle):
 
 
 def _delta_options(deltas: DeltaOptions | Literal["auto"] | int | None) -> DeltaOptions | None:
+    if deltas is None:
+        return None
     from ckptstore.write.policy.delta_options import DeltaOptions
 
-    return deltas if deltas is None or isinstance(deltas, DeltaOptions) else DeltaOptions(interval=deltas)
+    return deltas if isinstance(deltas, DeltaOptions) else DeltaOptions(interval=deltas)
 
 
 def _diff_options(diffs: DiffOptions | None) -> DiffOptions | None:
+    if diffs is None:
+        return None
     from ckptstore.write.policy.diff_options import DiffOptions
 
-    if diffs is not None and not isinstance(diffs, DiffOptions):
+    if not isinstance(diffs, DiffOptions):
         raise UsageError(f"diffs: {diffs!r}; it takes a DiffOptions, as in diffs=DiffOptions(full_every=100)")
     return diffs
 

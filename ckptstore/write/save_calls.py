@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.errors import UsageError, WriterClosedError
 from ckptstore.formats.history.checkpoint_ref import step_number
@@ -18,7 +18,6 @@ from ckptstore.host.progress import Progress
 from ckptstore.host.signal_reentry import refuse_within
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.capture.layerwise_save import LayeredSave, checked_layers
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.committer import Committer
 from ckptstore.write.saves.job import SaveJob
@@ -26,6 +25,9 @@ from ckptstore.write.saves.ledger import Labels, PendingSave
 from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Update, Updates
 from ckptstore.write.writer_runtime import WriterRuntime
+
+if TYPE_CHECKING:
+    from ckptstore.write.capture.layerwise_save import LayeredSave
 
 __all__ = ["SaveCalls"]
 
@@ -109,6 +111,8 @@ class SaveCalls(WriterRuntime):
 
     def _begin_layers(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool) -> LayeredSave:
         """See `Writer.begin`."""
+        from ckptstore.write.capture.layerwise_save import LayeredSave, checked_layers
+
         committer, job, flat = self._admit(state, step, Labels(), None)
 
         def submit(now: FlatState, labels: Labels, updates: Updates | None) -> PendingSave:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from types import CodeType, TracebackType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ckptstore.errors import UsageError
 from ckptstore.formats.history.checkpoint_ref import step_number, text_of
@@ -14,11 +14,13 @@ from ckptstore.host.interpreter_exit import Finishable
 from ckptstore.host.progress import Progress, as_progress
 from ckptstore.host.signal_reentry import codes_of, refuse_within
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.capture.layerwise_save import LayeredSave
 from ckptstore.write.saves.ledger import Labels, PendingSave
 from ckptstore.write.saves.lost_steps import note_lost
 from ckptstore.write.second_tier import Lag
 from ckptstore.write.steps.updates import Updates
+
+if TYPE_CHECKING:
+    from ckptstore.write.capture.layerwise_save import LayeredSave
 
 __all__ = ["Writer"]
 
