@@ -36,7 +36,7 @@ class SaveCalls(WriterRuntime):
     """The calls of a `Writer` that take a state."""
 
     def _save(
-        self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
+        self, state: Any, step: int | None, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
         """See `Writer.save`."""
         committer, job, flat = self._job(state, step, labels, updates, scope=Scope())
@@ -51,7 +51,7 @@ class SaveCalls(WriterRuntime):
         finally:
             job.measured.returned()
 
-    def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
+    def _save_async(self, state: Any, step: int | None, labels: Labels, updates: Updates | None) -> PendingSave:
         """See `Writer.save_async`."""
         committer, job, flat = self._job(state, step, labels, updates)
         try:
@@ -171,7 +171,7 @@ class SaveCalls(WriterRuntime):
     def _job(
         self,
         state: Any,
-        step: int,
+        step: int | None,
         labels: Labels,
         updates: Updates | None,
         *,
@@ -187,11 +187,11 @@ class SaveCalls(WriterRuntime):
         began = time.monotonic() if began is None else began
         self._explaining.remark_unused(updates)
         committer, job, flat = self._admit(state, step, labels, scope)
-        job.begin(self._meter.begin(flat, step, began))
+        job.begin(self._meter.begin(flat, job.step, began))
         return committer, job, flat
 
     def _admit(
-        self, state: Any, step: int, labels: Labels, scope: Scope | None
+        self, state: Any, step: int | None, labels: Labels, scope: Scope | None
     ) -> tuple[Committer, SaveJob, FlatState]:
         self._check_open()
         if self._begun is not None:
@@ -208,8 +208,7 @@ class SaveCalls(WriterRuntime):
         except BaseException:
             self._lose_step(committer)
             raise
-        saves.take(step)
-        return committer, SaveJob(saves, step, labels, scope), flat
+        return committer, SaveJob(saves, saves.take(step), labels, scope), flat
 
     def _enter(self, job: SaveJob) -> float:
         """Wait for a place in flight -> the seconds waited. Raises the error of an earlier save."""

@@ -69,7 +69,7 @@ class Writer(Finishable):
     def save(
         self,
         state: Any,
-        step: int,
+        step: int | None = None,
         *,
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
@@ -83,7 +83,9 @@ class Writer(Finishable):
                 flattened already). It must not change during the call. With many ranks: this rank's tensors; a
                 `DTensor` is this rank's shard of a tensor that is distributed over all ranks.
             step: number of optimizer steps done; a Python or numpy integer. It must be above every step that this term
-                continues from. All ranks save the same steps in the same order.
+                continues from. All ranks save the same steps in the same order. None: the next one, which is the
+                highest that this writer was ever given (at first that of the parent, or 0) plus 1. Calls of several
+                threads get different steps.
             metadata: facts about the checkpoint that every listing of the store shows (a loss, a commit, a note): a
                 mapping of texts, numbers, booleans, None, lists and mappings, at most 16 KiB as JSON. It is stored in
                 `CheckpointInfo.metadata`. With many ranks, rank 0's metadata is stored.
@@ -107,13 +109,13 @@ class Writer(Finishable):
             CommitUnknownError: the checkpoint may or may not exist. This writer can save no more.
         """
         refuse_within(self, self._WAIT)
-        return self._save(state, step_number(step), Labels.of(metadata, tags), updates, as_progress(progress))
+        return self._save(state, _given(step), Labels.of(metadata, tags), updates, as_progress(progress))
 
     @warns_last
     def save_async(
         self,
         state: Any,
-        step: int,
+        step: int | None = None,
         *,
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
@@ -134,16 +136,16 @@ class Writer(Finishable):
             as `save`; errors of the medium and of other ranks come from `PendingSave.result`.
         """
         refuse_within(self, self._WAIT)
-        return self._save_async(state, step_number(step), Labels.of(metadata, tags), updates)
+        return self._save_async(state, _given(step), Labels.of(metadata, tags), updates)
 
     @abstractmethod
     def _save(
-        self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
+        self, state: Any, step: int | None, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
         """See `save`."""
 
     @abstractmethod
-    def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
+    def _save_async(self, state: Any, step: int | None, labels: Labels, updates: Updates | None) -> PendingSave:
         """See `save_async`."""
 
     def prepare(self, state: Any) -> None:
@@ -345,6 +347,10 @@ class Writer(Finishable):
             if error is None:
                 raise
             note_lost(error, self.url, lost)
+
+
+def _given(step: Any) -> int | None:
+    return None if step is None else step_number(step)
 
 
 Writer._WAIT = codes_of(Writer.save, Writer.save_async, Writer.begin)
