@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ckptstore.errors import UsageError
+from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats.history.checkpoint_ref import step_number, text_of
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.interpreter_exit import Finishable
@@ -53,6 +53,21 @@ class Writer(Finishable):
     @abstractmethod
     def parent(self) -> CheckpointInfo | None:
         """The checkpoint this term continues from: load it before training; None for a new run."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can save, as far as it knows: it is not closed, nothing has ended it (a newer term exists), and
+        this process is no fork of the one that opened it.
+        """
+        try:
+            self._check_open()
+        except CkptError:
+            return False
+        return True
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise the error that every save would raise. Does no I/O."""
 
     @property
     def inherited(self) -> object:

@@ -138,6 +138,9 @@ class AgentWriter(Writer):
 
     # -- saving
 
+    def _check_open(self) -> None:
+        self._agent_term.check_open()
+
     def _save(
         self, state: Any, step: int | None, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
