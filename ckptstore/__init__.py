@@ -1,5 +1,8 @@
 """ckptstore: saves every step of a PyTorch run as a durable, verified checkpoint, and restores it bit for bit.
 
+    ckptstore.save(model.state_dict(), "runs/model")  # for torch.save
+    state = ckptstore.load("runs/model")  # for torch.load
+
     store = ckptstore.open("runs/gpt")
     with store.writer(parent="latest") as writer:
         if writer.parent:
@@ -128,6 +131,8 @@ if TYPE_CHECKING:
     from ckptstore.store import open as open
     from ckptstore.store import repair as repair
     from ckptstore.store import verify as verify
+    from ckptstore.store.drop_in import load as load
+    from ckptstore.store.drop_in import save as save
     from ckptstore.tiers.store_sync import Synced as Synced
     from ckptstore.write.capture.layer_copies import LayerCopy as LayerCopy
     from ckptstore.write.capture.layerwise_save import LayeredSave as LayeredSave
@@ -195,6 +200,7 @@ _HOMES = {
     "reports.store_stats": "ClassBytes Share StoreStats",
     "restore.restore_plan": "Plan",
     "store": "Store open repair verify",
+    "store.drop_in": "load save",
     "tiers.store_sync": "Synced",
     "write.policy.delta_options": "DeltaOptions",
     "write.capture.layer_copies": "LayerCopy",

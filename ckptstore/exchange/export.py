@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import numpy as np
+
 from ckptstore.errors import CkptError, FormatError, TensorNotFoundError, UsageError
 from ckptstore.exchange.atomic_files import OutputFile, Outputs, outputs, refuse_missing_folder, refuse_store
 from ckptstore.exchange.safetensors_files import DTYPES_MEMBER, read_safetensors
@@ -24,8 +26,17 @@ from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.segment_files.layout import TensorSpec, order
 from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.formats.states.names import bare_name
-from ckptstore.formats.states.state import check_size, places, select_places, tensor_names, unflatten
+from ckptstore.formats.states.state import (
+    FlatState,
+    TensorSource,
+    check_size,
+    places,
+    select_places,
+    tensor_names,
+    unflatten,
+)
 from ckptstore.formats.states.tree import member, only_tensors
+from ckptstore.host.buffers import BLOCK_BYTES
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.restore.load import restore_with
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
@@ -150,6 +161,44 @@ def export_resident(
     return _written(found, out, format or ("pt" if pickled else "safetensors"), select, overwrite=True)
 
 
+def export_state(flat: FlatState, out: Path, format: Literal["safetensors", "pt"]) -> list[str]:
+    """Write a state that is in no store. An existing file at `out` is replaced.
+
+    Returns:
+        as `ExportResult.converted`.
+
+    Raises:
+        as `export`.
+    """
+    refuse_store(out)
+    refuse_missing_folder(out)
+    entries = {name: TensorEntry(name, one.dtype, tuple(one.shape), ()) for name, one in flat.tensors.items()}
+    content = _Content("", flat.tree, entries, lambda name: _chunks_of(flat.tensors[name]))
+    converted: list[str] = []
+    with outputs(overwrite=True) as files:
+        file = files.create(out, content.nbytes)
+        if format == "pt":
+            converted = _write_pt(file, content)
+        else:
+            members = list(entries.values())
+            _write_safetensors(file, members, _metadata("", flat.tree, members), content.chunks)
+        files.publish()
+    return converted
+
+
+def _chunks_of(source: TensorSource) -> Iterator[memoryview]:
+    image = source.view()
+    space = np.empty(min(source.nbytes, BLOCK_BYTES), np.uint8) if image is None else image[:0]
+    for begin in range(0, source.nbytes, BLOCK_BYTES):
+        end = min(source.nbytes, begin + BLOCK_BYTES)
+        if image is not None:
+            yield image[begin:end].data
+            continue
+        part = space[: end - begin]
+        source.read(begin, part)
+        yield part.data
+
+
 def is_export(path: Path) -> bool:
     """Whether a file is marked as exported from a store."""
     try:
@@ -195,7 +244,7 @@ class _Content:
     """The content of the files.
 
     Attributes:
-        ref: the checkpoint.
+        ref: the checkpoint; empty: the state is in no store.
         tree: the typed JSON tree of the selection, with the tensors' names in the files.
         entries: the tensors, by name in the files.
         chunks: yields a tensor's bytes.
@@ -345,7 +394,9 @@ def _split(entries: Mapping[str, TensorEntry], limit: int | None) -> list[list[s
 
 
 def _metadata(ref: str, tree: Any, entries: Sequence[TensorEntry]) -> dict[str, str]:
-    metadata = {"format": "pt", CHECKPOINT_MEMBER: ref}  # transformers refuses files without "pt"
+    metadata = {"format": "pt"}  # transformers refuses files without it
+    if ref:
+        metadata[CHECKPOINT_MEMBER] = ref
     foreign = {entry.name: entry.dtype for entry in entries if dtypes.get(entry.dtype).storage != entry.dtype}
     if foreign:
         metadata[DTYPES_MEMBER] = json.dumps(foreign)

@@ -22,7 +22,7 @@ import torch
 from ckptstore.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError
 from ckptstore.frameworks.pickled_arrays import ALLOWED, global_name
 
-__all__ = ["load"]
+__all__ = ["load", "load_as_saved"]
 
 _READ: Final = 1 << 20
 _loading = threading.Lock()
@@ -59,17 +59,30 @@ def load(path: Path) -> Any:
         FormatError: the file is not a torch file, or damaged.
         StorageError: the file cannot be read.
     """
+    return _load(path, "cpu", mmap=True, arrays=True)
+
+
+def load_as_saved(path: Path, *, map_location: Any, mmap: bool) -> Any:
+    """As ``torch.load(path, weights_only=True)``, but checksums are verified, and errors are those of `load`.
+
+    Args:
+        map_location, mmap: as for ``torch.load``. Only a zip archive can be mapped.
+    """
+    return _load(path, map_location, mmap=mmap, arrays=False)
+
+
+def _load(path: Path, map_location: Any, *, mmap: bool, arrays: bool) -> Any:
     try:
-        with _loading, warnings.catch_warnings(), _allowing():
+        with _loading, warnings.catch_warnings(), _allowing() if arrays else contextlib.nullcontext():
             warnings.simplefilter("ignore")  # torch warns about its own storage classes and file versions
             if zipfile.is_zipfile(path):
                 _refuse_script(path)
                 _check_sums(path)
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
             with _Bounded(io.FileIO(path)) as file:
                 if file.peek(2)[:2] == b"PK":
                     raise FormatError(f"{path}: truncated: the directory at the end of the archive is missing")
-                return torch.load(file, map_location="cpu", weights_only=True)
+                return torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from error
     except OSError as error:

@@ -24,7 +24,18 @@ from typing import Final
 from ckptstore.errors import WriterClosedError
 from ckptstore.host.cancellable_calls import abandon_all
 
-__all__ = ["ADVICE", "SILENT_SECONDS", "Finishable", "await_end", "check", "forget", "give_up", "under_way", "watch"]
+__all__ = [
+    "ADVICE",
+    "SILENT_SECONDS",
+    "Finishable",
+    "await_end",
+    "check",
+    "forget",
+    "give_up",
+    "under_way",
+    "watch",
+    "watched",
+]
 
 ADVICE: Final = "a writer needs the main thread to be alive; join the training thread there"
 
@@ -86,6 +97,11 @@ def forget(writer: Finishable) -> None:
     """Stop watching `writer`, because it is closed."""
     _open.discard(writer)
     _given_up.discard(writer)
+
+
+def watched() -> list[Finishable]:
+    """The open writers of this process."""
+    return list(_open)
 
 
 def give_up(writer: Finishable) -> None:

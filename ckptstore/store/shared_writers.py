@@ -13,7 +13,7 @@ from ckptstore.host.caller_warnings import warn
 from ckptstore.log.journal import Journal
 from ckptstore.write.writer import Writer
 
-__all__ = ["WriterRequest", "close_shared", "shared_writer"]
+__all__ = ["WriterRequest", "close_shared", "found_writer", "shared_writer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class WriterRequest:
     def difference(self, other: WriterRequest) -> str | None:
         """The name of an option that differs from that of `other`, by which a writer is open; None: there is none."""
         for name, value in self.options.items():
+            if name == "keep" and value is None:
+                continue  # the store's rules, which every writer applies
             if value != other.options[name]:
                 return name
         # An open writer continues from its own newest checkpoint, whatever it began with.
@@ -98,6 +100,19 @@ def shared_writer(address: str, journal: Journal, request: WriterRequest, opener
         with _guard:
             _open[key] = _Shared(writer, run, request)
         return writer
+
+
+def found_writer(address: str, journal: Journal) -> Writer | None:
+    """The open writer of this process alone for a store, whatever its options; None: there is none that can save.
+
+    Args:
+        address, journal: as for `shared_writer`.
+    """
+    with _guard:
+        found = _open.get((address, id(None)))
+    if found is None or not found.writer.usable or found.run != _run(journal):
+        return None
+    return found.writer
 
 
 def close_shared(address: str, group: Any = None) -> None:

@@ -137,8 +137,10 @@ EXPECTED = [
     "WriterClosedError",
     "WriterError",
     "__version__",
+    "load",
     "open",
     "repair",
+    "save",
     "verify",
 ]
 
