@@ -1,0 +1,208 @@
+"""Saves through ``torch.distributed.checkpoint``: each rank's items become its share of one checkpoint."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+import ckptstore
+from ckptstore.errors import CkptError, UsageError, WriterError
+from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of
+from ckptstore.integrations.dcp.stored_form import ABOUT, as_bytes, planner_form, tensors_in
+from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.write.writer import Writer
+
+__all__ = ["CkptstoreWriter"]
+
+_WORLD: Final = "world"
+
+
+class CkptstoreWriter(StorageWriter):
+    """Writes what ``dcp.save`` and ``dcp.async_save`` pass on as one checkpoint of a store.
+
+    Attributes:
+        saved: the checkpoint of the last save, on each rank; None before it.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | None = None,
+        step: int | None = None,
+        *,
+        group: Any = _WORLD,
+        metadata: Mapping[str, Any] | None = None,
+        tags: str | Sequence[str] = (),
+        storage_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Nothing is opened before the first save, so that the object can be sent to another process.
+
+        Args:
+            store: path or URL. None: ``checkpoint_id`` names it, as ``runs/gpt/100`` or ``ckpt://runs/gpt/step-100``.
+            step: the step of the checkpoint. None: ``checkpoint_id`` names it, else it is the next one.
+            group: the process group whose ranks save together, the same that ``dcp.save`` uses. None: this process
+                alone, as with ``no_dist=True``. ``world``: all ranks, if `torch.distributed` is initialised.
+            metadata, tags: see `Writer.save`.
+            storage_options: see `ckptstore.open`.
+            options: those of `Store.writer`, such as ``deltas``, ``keep`` and ``max_in_flight``.
+
+        Raises:
+            UsageError: `group` is neither a group, None, nor ``world``.
+        """
+        if isinstance(group, str) and group != _WORLD:
+            raise UsageError(f"group={group!r:.80}: a process group, None, or {_WORLD!r}")
+        self._url = None if store is None else os.fspath(store)
+        self._step = step
+        self._group = group
+        self._labels = {"metadata": metadata, "tags": tags}
+        self._storage_options = storage_options
+        self._options = options
+        self._place: CheckpointPlace | None = None
+        self.checkpoint_id: str | os.PathLike[str] | None = None
+        self.saved: CheckpointInfo | None = None
+
+    # -- DCP's interface
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A save begins. See `place_of` for `checkpoint_id`."""
+        self.checkpoint_id = checkpoint_id
+        self._place = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Find out which store and step it is."""
+        del is_coordinator, args, kwargs
+        self._place = place_of(self.checkpoint_id, self._url, self._step)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """The ``checkpoint_id``."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id if self.checkpoint_id is not None else self._url)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan, unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans, unchanged."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Save this rank's items. The checkpoint is durable and committed when this returns, on all ranks.
+
+        Raises:
+            as `Writer.save`; an error of one rank is a `RankError` on all others.
+        """
+        done: Future[list[WriteResult]] = Future()
+        writer = self._writer()
+        try:
+            state = _state(plan, planner)
+        except Exception as error:
+            self._give_up(writer, error)
+            raise
+        assert self._place is not None
+        self.saved = writer.save(state, self._place.step, **self._labels)  # type: ignore[arg-type]
+        done.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing is left to do: the checkpoint says by itself what it holds."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a store. DCP asks this only of its own classes."""
+        try:
+            place_of(checkpoint_id, None, None)
+        except UsageError:
+            return False
+        return True
+
+    # -- the store
+
+    def _writer(self) -> Writer:
+        if self._place is None:
+            self._place = place_of(self.checkpoint_id, self._url, self._step)
+        store = ckptstore.open(self._place.url, create=True, storage_options=self._storage_options)
+        group = self._group
+        if isinstance(group, str):
+            group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if group is not None and dist.get_world_size(group) == 1:
+            group = None
+        return store.writer(group=group, reuse=True, **self._options)
+
+    def _give_up(self, writer: Writer, error: Exception) -> None:
+        """Tell the other ranks that this one has no share."""
+        if isinstance(writer, ckptstore.RankWriter):
+            assert self._place is not None
+            why = error if isinstance(error, CkptError) else WriterError(f"DCP's planner failed: {error!r}")
+            writer.forgo(self._place.step, why)  # type: ignore[arg-type]
+
+
+def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
+    """This rank's share of the state. See `stored_form`."""
+    state: dict[str, Any] = {}
+    opaque: dict[str, bool] = {}
+    parts: dict[str, list[str]] = {}
+    for item in plan.items:
+        name = item.index.fqn
+        if name == ABOUT:
+            raise UsageError(f"{ABOUT!r} is the store's own name: call the value something else")
+        if item.type != WriteItemType.BYTE_IO:
+            _add_tensor(state, item, planner)
+        elif _is_default(planner):
+            value = planner.lookup_object(item.index)  # type: ignore[attr-defined]
+            inner = tensors_in(name, value)
+            if inner is None:
+                state[name], opaque[name] = _planned_bytes(item, planner), True
+            else:
+                state[name] = value
+                if inner:
+                    parts[name] = inner
+        else:
+            state[name], opaque[name] = _planned_bytes(item, planner), True
+    state[ABOUT] = {"planner": planner_form(plan.planner_data), "bytes": opaque, "parts": parts}
+    return state
+
+
+def _planned_bytes(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """What the planner makes of a value."""
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    return as_bytes(data.getbuffer())
+
+
+def _is_default(planner: SavePlanner) -> bool:
+    """Whether the planner resolves values as DCP's own does: then the value itself can be asked for."""
+    kind = type(planner)
+    return (
+        isinstance(planner, DefaultSavePlanner)
+        and kind.resolve_data is DefaultSavePlanner.resolve_data
+        and kind.lookup_object is DefaultSavePlanner.lookup_object
+        and kind.transform_object is DefaultSavePlanner.transform_object
+    )
+
+
+def _add_tensor(state: dict[str, Any], item: WriteItem, planner: SavePlanner) -> None:
+    """Add a tensor, or a box of one."""
+    tensor = planner.resolve_data(item)
+    said = item.tensor_data
+    assert isinstance(tensor, torch.Tensor)
+    assert said is not None
+    tensor = tensor.detach()
+    if said.chunk.sizes == said.size:
+        state[item.index.fqn] = tensor
+        return
+    box = ckptstore.Shard(tensor, tuple(said.size), tuple(said.chunk.offsets))
+    state.setdefault(item.index.fqn, []).append(box)
+
+
+def _nbytes(item: WriteItem) -> int:
+    return (item.tensor_storage_size() or 0) if item.tensor_data is not None else 0
