@@ -231,6 +231,15 @@ def blobs(folder: Path) -> None:
     assert found["odd"][1] is complex
 
 
+def foreign(folder: Path) -> None:
+    """torch's own writer: tensors in boxes of rows and columns, and replicated ones."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(7 * 4, dtype=torch.float32).view(7, 4)
+    places = {"rows": Shard(0), "columns": Shard(1), "copy": Replicate()}
+    state = {name: distribute_tensor(whole, mesh, [place]) for name, place in places.items()}
+    dcp.save({**state, "one": torch.ones(3), "n": 5}, checkpoint_id=folder / "foreign")
+
+
 def main() -> None:
     port, rank, size, folder, *names = sys.argv[1:]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, WORLD_SIZE=size)
@@ -238,7 +247,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=int(rank), world_size=int(size))
     scenarios: dict[str, Callable[[Path], None]] = {
-        one.__name__: one for one in (saved, loaded, placed, asynchronous, cached, failing, blobs)
+        one.__name__: one for one in (saved, loaded, placed, asynchronous, cached, failing, blobs, foreign)
     }
     for name in names:
         scenarios[name](Path(folder))

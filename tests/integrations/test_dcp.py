@@ -239,6 +239,18 @@ def test_ranks(tmp_path: Path, warm: Warm) -> None:
         assert torch.equal(found[f"model.{name}"], one)
 
 
+def test_a_folder_that_ranks_wrote_is_imported(tmp_path: Path, warm: Warm) -> None:
+    run(warm, tmp_path, 2, "foreign")
+    store = ckptstore.open(tmp_path / "store")
+    store.import_files([tmp_path / "foreign"])
+    found = store.load()
+    whole = torch.arange(7 * 4, dtype=torch.float32).view(7, 4)
+    for name in ("rows", "columns", "copy"):
+        assert torch.equal(found[name], whole), name
+    assert torch.equal(found["one"], torch.ones(3))
+    assert found["n"] == 5
+
+
 def test_ranks_save_asynchronously(tmp_path: Path, warm: Warm) -> None:
     run(warm, tmp_path, 2, "asynchronous")
 
