@@ -33,6 +33,7 @@ __all__ = [
     "register",
     "registered",
     "shards",
+    "source_of",
     "tensors",
     "torch_devices",
     "torch_in_use",
@@ -107,14 +108,39 @@ def flattened(state: Any, *, sharded: bool = False, overwritten: bool = False) -
         flatten,  # imports numpy, which callers that only read the log do not need
     )
 
+    return flatten(state, _recogniser(sharded, overwritten))
+
+
+def source_of(value: object, *, sharded: bool = False, overwritten: bool = False) -> TensorSource | None:
+    """The source of one tensor or array; None: it is neither.
+
+    Args:
+        sharded, overwritten: as for `flattened`.
+
+    Raises:
+        UnsupportedStateError: the tensor cannot be stored, or not be overwritten.
+    """
+    import numpy as np  # see `flattened`
+
+    from ckptstore.formats.sources import NumpySource
+    from ckptstore.formats.states.state import Tagged
+
+    recognise = _recogniser(sharded, overwritten)
+    found = None if recognise is None else recognise(value)
+    if found is None and type(value) is np.ndarray:
+        return NumpySource(value)
+    return None if isinstance(found, Tagged) else found
+
+
+def _recogniser(sharded: bool, overwritten: bool) -> Recognise | None:
     asked = [
         adapter.recognise(sharded) if adapter.overwritten or not overwritten else _refusing(adapter.recognise(sharded))
         for name, adapter in ADAPTERS.items()
         if name in sys.modules
     ]
     if len(asked) < 2:
-        return flatten(state, asked[0] if asked else None)
-    return flatten(state, lambda value: next((found for one in asked if (found := one(value)) is not None), None))
+        return asked[0] if asked else None
+    return lambda value: next((found for one in asked if (found := one(value)) is not None), None)
 
 
 def _refusing(recognise: Recognise) -> Recognise:

@@ -22,7 +22,16 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.selection import TensorSelection
 
-__all__ = ["MadeTargets", "TargetSink", "Targets", "distinct_elements", "find_targets", "made_targets", "sharing"]
+__all__ = [
+    "MadeTargets",
+    "TargetSink",
+    "Targets",
+    "distinct_elements",
+    "find_targets",
+    "made_targets",
+    "sharing",
+    "writable",
+]
 
 _MOST_WORK: Final = 1_000_000
 """Work limit of `numpy.shares_memory`; views of one buffer take a few steps."""
@@ -90,9 +99,9 @@ class TargetSink:
 
     memory: Bytes | None = None
 
-    def __init__(self, targets: Targets, name: str) -> None:
-        """The target `name` of `targets`."""
-        self.box = targets.box(name)
+    def __init__(self, targets: Targets, name: str, box: Box | None = None) -> None:
+        """The target `name` of `targets`. `box`: the elements that it takes, if they are not the target's own place."""
+        self.box = targets.box(name) if box is None else box
         self._targets = targets
         self._name = name
 
@@ -241,7 +250,7 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
                 f"into= tensor {name!r} is {have[0]} {list(have[1])}, "
                 f"the checkpoint's is {tensor.dtype} {list(tensor.shape)}"
             )
-        if not _writable(targets[name]):
+        if not writable(targets[name]):
             raise UsageError(f"into= tensor {name!r} is read-only, or several of its elements share memory")
     if (shared := sharing([(name, targets[name]) for name in wanted])) is not None:
         raise UsageError(
@@ -276,7 +285,7 @@ def _by_range(tensor: Any) -> bool:
     return not lazy and bool(tensor.is_contiguous() or tensor.device.type == "cpu")
 
 
-def _writable(target: Any) -> bool:
+def writable(target: Any) -> bool:
     """Whether every element has memory of its own (`expand` makes tensors whose elements do not)."""
     array = target.array if isinstance(target, NumpySource) else None
     if array is not None and not array.flags.writeable:
