@@ -161,14 +161,14 @@ class CkptstoreReader(StorageReader):
         assert self._store is not None
         assert self.ref is not None
         targets = [planner.resolve_tensor(item).detach() for item in items]
+        stored = [self._dtypes[item.storage_index.fqn] for item in items]
         out = [
-            one if one.dtype == self._dtypes[item.storage_index.fqn] else None
-            for item, one in zip(items, targets, strict=True)
+            one if one.dtype == dtype else torch.empty(one.shape, dtype=dtype)
+            for one, dtype in zip(targets, stored, strict=True)
         ]
-        boxes = [(item.storage_index.fqn, _box(item)) for item in items]
-        found = self._store.read_boxes(self.ref, boxes, out=out, framework="torch")
-        for item, target, read, kept in zip(items, targets, found, out, strict=True):
-            if kept is None:
+        self._store.read_boxes(self.ref, [(item.storage_index.fqn, _box(item)) for item in items], out=out)
+        for item, target, read in zip(items, targets, out, strict=True):
+            if read is not target:
                 target.copy_(read)
             planner.commit_tensor(item, target)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -136,7 +136,8 @@ class CkptstoreWriter(StorageWriter):
             group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if group is not None and dist.get_world_size(group) == 1:
             group = None
-        return store.writer(group=group, reuse=True, **self._options)
+        writer: Writer = store.writer(group=group, reuse=True, **self._options)
+        return writer
 
     def _give_up(self, writer: Writer, error: Exception) -> None:
         """Tell the other ranks that this one has no share."""
@@ -158,7 +159,7 @@ def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
         if item.type != WriteItemType.BYTE_IO:
             _add_tensor(state, item, planner)
         elif _is_default(planner):
-            value = planner.lookup_object(item.index)  # type: ignore[attr-defined]
+            value: Any = planner.lookup_object(item.index)
             inner = tensors_in(name, value)
             if inner is None:
                 state[name], opaque[name] = _planned_bytes(item, planner), True
@@ -179,14 +180,11 @@ def _planned_bytes(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     return as_bytes(data.getbuffer())
 
 
-def _is_default(planner: SavePlanner) -> bool:
+def _is_default(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether the planner resolves values as DCP's own does: then the value itself can be asked for."""
-    kind = type(planner)
-    return (
-        isinstance(planner, DefaultSavePlanner)
-        and kind.resolve_data is DefaultSavePlanner.resolve_data
-        and kind.lookup_object is DefaultSavePlanner.lookup_object
-        and kind.transform_object is DefaultSavePlanner.transform_object
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultSavePlanner, name)
+        for name in ("resolve_data", "lookup_object", "transform_object")
     )
 
 
