@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.segment_files.boxes import Box
+from ckptstore.formats import dtypes
+from ckptstore.formats.segment_files.boxes import Box, elements_of
 from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.formats.sources import NumpySource, write_into
+from ckptstore.formats.states.shard import JoinedSource
 from ckptstore.formats.states.state import FlatState, paths, places
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
@@ -54,6 +56,11 @@ class Targets:
     def write(self, name: str, offset: int, data: Bytes) -> None:
         """Overwrite a tensor's bytes from `offset` on. Called from several threads, for ranges that do not overlap."""
         target = self._found[name]
+        if isinstance(target, JoinedSource):
+            size = dtypes.get(target.dtype).itemsize
+            for source, index, elements in target.split(offset // size, elements_of(data, size)):
+                self._put(source, index, elements)
+            return
         if isinstance(target, NumpySource):
             write_into(target.array, data, offset)
         else:
@@ -61,7 +68,7 @@ class Targets:
                 bridge.tensors().copy_into(target.tensor, data, offset)
 
     def box(self, name: str) -> Box:
-        """The elements that the caller has of a tensor: all of it, or this rank's part of a DTensor."""
+        """The elements that the caller has of a tensor: all of it, or this rank's part of a DTensor or `Shard`."""
         target = self._found[name]
         if (offset := _place(target)[1]) is None:
             return Box.whole(target.shape)
@@ -73,6 +80,16 @@ class Targets:
         Called from several threads, for boxes that do not overlap.
         """
         target = self._found[name]
+        if not isinstance(target, JoinedSource):
+            self._put(target, index, elements)
+            return
+        start = tuple(one.start + low for one, low in zip(index, target.box.offset, strict=True))
+        block = Box(start, elements.shape)
+        for box, source in target.pieces:
+            if (common := block.common(box)) is not None:
+                self._put(source, common.within(box), elements[common.within(block)])
+
+    def _put(self, target: Any, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
         if isinstance(target, NumpySource):
             array = target.array
             np.copyto(array[index], elements.view(array.dtype.newbyteorder("<")))
@@ -81,11 +98,11 @@ class Targets:
                 bridge.shards().copy_box_into(target.tensor, index, elements)
 
     def tensor(self, name: str) -> Any:
-        """The caller's tensor or array."""
+        """The caller's tensor, array or `Shard`."""
         target = self._found[name]
-        if isinstance(target, NumpySource):
-            return target.array
-        return getattr(target, "distributed", target.tensor)
+        if (owner := getattr(target, "owner", None)) is not None:
+            return owner
+        return target.array if isinstance(target, NumpySource) else target.tensor
 
 
 def _place(target: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -287,6 +304,8 @@ def _by_range(tensor: Any) -> bool:
 
 def writable(target: Any) -> bool:
     """Whether every element has memory of its own (`expand` makes tensors whose elements do not)."""
+    if isinstance(target, JoinedSource):
+        return all(writable(source) for _, source in target.pieces)
     array = target.array if isinstance(target, NumpySource) else None
     if array is not None and not array.flags.writeable:
         return False
@@ -355,7 +374,8 @@ class _Span:
 
 def sharing(targets: Sequence[tuple[str, Any]]) -> tuple[str, str] | None:
     """The first two targets that have a byte in common. Interleaved views of one buffer have none."""
-    spans = [_Span.of(name, target) for name, target in targets if target.nbytes]
+    leaves = [(name, leaf) for name, target in targets for leaf in _leaves(target) if leaf.nbytes]
+    spans = [_Span.of(name, leaf) for name, leaf in leaves]
     ranges = sorted(((span.space, span.start, span.end, index) for index, span in enumerate(spans)))
     reaching: list[tuple[str, int, int]] = []
     for space, start, end, index in ranges:
@@ -366,6 +386,11 @@ def sharing(targets: Sequence[tuple[str, Any]]) -> tuple[str, str] | None:
                 return spans[first].name, spans[second].name
         reaching.append((space, end, index))
     return None
+
+
+def _leaves(target: Any) -> list[Any]:
+    """The tensors and arrays of a target: several if it has several `Shard`s."""
+    return [source for _, source in target.pieces] if isinstance(target, JoinedSource) else [target]
 
 
 def _overlap(a: _Span, b: _Span) -> bool:

@@ -52,8 +52,8 @@ class RestoreMethods(StoreHandle):
                 saved as numpy arrays (numpy's RNG state, say) always come back as numpy arrays.
             into: a state of the same structure, whose tensors are overwritten in place without a second copy in
                 memory. Everything but tensors comes from the checkpoint. The result has the tensors of `into`. Of a
-                DTensor only this rank's part is filled, whatever the sharding and the number of ranks when it was
-                saved; only the chunks that hold this part are read.
+                DTensor or `Shard` only this rank's part is filled, whatever the sharding and the number of ranks when
+                it was saved; only the chunks that hold this part are read.
             select: names of tensors, or globs (``model.*``); other tensors are left out of the result.
             device: device of the torch tensors.
             mmap: map uncompressed fulls instead of reading them: tensors are private, copy-on-write views of the file.

@@ -23,6 +23,8 @@ EXPECTED = [
     "ChainLink",
     "ClassBytes",
     "Share",
+    "Shard",
+    "Shards",
     "StoreStats",
     "FoundRuns",
     "RunInfo",
