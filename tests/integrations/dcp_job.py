@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -103,7 +105,7 @@ def same(one: Any, other: Any, path: str = "") -> None:
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:
     """Every tensor in full, by name."""
-    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
+    return {name: (one.full_tensor() if isinstance(one, DTensor) else one).clone() for name, one in state.items()}
 
 
 def saved(folder: Path) -> None:
@@ -167,13 +169,34 @@ def placed(folder: Path) -> None:
                     assert found["n"] == number
 
 
+def pieces(folder: Path) -> None:
+    """Ranks whose boxes are not one box together: the first and last rows of rank 0."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    places = [f"rank:{one}" for one in (*range(size), *reversed(range(size)))]
+    spec = ChunkShardingSpec(dim=0, placements=places)
+    chance = torch.Generator().manual_seed(rank)
+    saved = sharded_tensor.empty(spec, 13, 5)
+    for shard in saved.local_shards():
+        shard.tensor.copy_(torch.randn(shard.tensor.shape, generator=chance))
+    dcp.save({"t": saved, "n": 1}, storage_writer=CkptstoreWriter(folder / "pieces", 1))
+    whole = torch.zeros(13, 5)
+    dcp.load({"t": whole}, storage_reader=CkptstoreReader(folder / "pieces"))
+    for shard in saved.local_shards():
+        first, rows = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
+        assert torch.equal(whole[first : first + rows], shard.tensor)
+    other = sharded_tensor.zeros(ChunkShardingSpec(dim=1, placements=places[:size]), 13, 5)
+    dcp.load({"t": other}, storage_reader=CkptstoreReader(folder / "pieces"))
+    for shard in other.local_shards():
+        first, columns = shard.metadata.shard_offsets[1], shard.metadata.shard_sizes[1]
+        assert torch.equal(whole[:, first : first + columns], shard.tensor)
+
+
 def asynchronous(folder: Path) -> None:
     """async_save by a thread and by a process: the state of the call is saved, whatever training does then."""
     for number, kind in enumerate((AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS)):
         script = Script()
         script.train(1)
         before = whole(script.state()["model"])
-        before = {name: one.clone() for name, one in before.items()}
         pending: Any = dcp.async_save(
             script.state(), storage_writer=CkptstoreWriter(folder / f"later-{number}", 5), async_checkpointer_type=kind
         )
@@ -218,17 +241,17 @@ def failing(folder: Path) -> None:
 
 def blobs(folder: Path) -> None:
     """What a state cannot hold is a pickle of DCP's, which only a reader that asks for it gets."""
-    state = {"io": io.BytesIO(b"abc"), "odd": {1: complex}, "t": torch.ones(3)}
+    state = {"io": io.BytesIO(b"abc"), "odd": [complex], "t": torch.ones(3)}
     dcp.save(state, storage_writer=CkptstoreWriter(folder / "blobs", 1))
     found: dict[str, Any] = {"t": torch.zeros(3)}
     dcp.load(found, storage_reader=CkptstoreReader(folder / "blobs"))
     assert torch.equal(found["t"], state["t"])
-    found = {"io": io.BytesIO(), "odd": {1: None}, "t": torch.zeros(3)}
+    found = {"io": io.BytesIO(), "odd": None, "t": torch.zeros(3)}
     with pytest.raises(CheckpointException, match="unpickle=True"):
         dcp.load(found, storage_reader=CkptstoreReader(folder / "blobs"))
     dcp.load(found, storage_reader=CkptstoreReader(folder / "blobs", unpickle=True))
     assert found["io"].getvalue() == b"abc"
-    assert found["odd"][1] is complex
+    assert found["odd"] == [complex]
 
 
 def foreign(folder: Path) -> None:
@@ -247,7 +270,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=int(rank), world_size=int(size))
     scenarios: dict[str, Callable[[Path], None]] = {
-        one.__name__: one for one in (saved, loaded, placed, asynchronous, cached, failing, blobs, foreign)
+        one.__name__: one for one in (saved, loaded, placed, asynchronous, cached, failing, blobs, foreign, pieces)
     }
     for name in names:
         scenarios[name](Path(folder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ import ckptstore
 from ckptstore.errors import UsageError
 from ckptstore.frameworks.torch_tensors import torch_dtype
 from ckptstore.integrations.dcp.checkpoint_ids import place_of
-from ckptstore.integrations.dcp.stored_form import ABOUT, planner_data, values_by_name
+from ckptstore.integrations.dcp.stored_form import ABOUT, piece_name, planner_data, values_by_name
 
 __all__ = ["CkptstoreReader"]
 
@@ -62,6 +62,7 @@ class CkptstoreReader(StorageReader):
         self._values: dict[str, Any] = {}
         self._opaque: frozenset[str] = frozenset()
         self._parts: dict[str, list[str]] = {}
+        self._pieces: dict[str, dict[str, Any]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
     # -- DCP's interface
@@ -89,10 +90,15 @@ class CkptstoreReader(StorageReader):
         self._opaque = frozenset(about.get("bytes", {}))
         self._parts = about.get("parts", {})
         self._values = dict(state.items() if about else values_by_name(state))
+        self._pieces = about.get("pieces", {})
         inner = {name for names in self._parts.values() for name in names} | self._opaque
         tensors = {one.name: one for one in store.inspect(self.ref).tensors if one.name not in inner}
-        self._dtypes = {name: torch_dtype(one.dtype) for name, one in tensors.items()}
-        described: dict[str, Any] = {name: _described(one) for name, one in tensors.items()}
+        described: dict[str, Any] = {
+            name: _pieced({piece: (tensors.pop(piece), said) for piece, said in pieces.items()})
+            for name, pieces in self._pieces.items()
+        }
+        described |= {name: _described(one) for name, one in tensors.items()}
+        self._dtypes = {name: one.properties.dtype for name, one in described.items()}
         described |= {name: BytesStorageMetadata() for name in (*self._values, *self._opaque)}
         return Metadata(described, planner_data(about.get("planner", {})), {}, StorageMeta(self.checkpoint_id))
 
@@ -156,6 +162,13 @@ class CkptstoreReader(StorageReader):
         image.seek(0)
         return image
 
+    def _stored_box(self, item: ReadItem) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """The name and box of the stored tensor that an item reads."""
+        name, chunk = item.storage_index.fqn, item.storage_index.offset or (0,) * len(item.lengths)
+        if name in self._pieces:
+            return piece_name(name, chunk), _box(item, (0,) * len(item.lengths))
+        return name, _box(item, chunk)
+
     def _read_tensors(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Read boxes straight into the planner's tensors. A tensor of another dtype is cast, as DCP does."""
         assert self._store is not None
@@ -166,7 +179,7 @@ class CkptstoreReader(StorageReader):
             one if one.dtype == dtype else torch.empty(one.shape, dtype=dtype)
             for one, dtype in zip(targets, stored, strict=True)
         ]
-        self._store.read_boxes(self.ref, [(item.storage_index.fqn, _box(item)) for item in items], out=out)
+        self._store.read_boxes(self.ref, [self._stored_box(item) for item in items], out=out)
         for item, target, read in zip(items, targets, out, strict=True):
             if read is not target:
                 target.copy_(read)
@@ -179,8 +192,16 @@ def _described(one: ckptstore.TensorDescription) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(one.dtype)), whole, [chunk])
 
 
-def _box(item: ReadItem) -> tuple[tuple[int, int], ...]:
-    """The box of the whole tensor that an item reads: (start, stop) of each dimension."""
-    before = item.storage_index.offset or (0,) * len(item.lengths)
+def _pieced(pieces: dict[str, tuple[ckptstore.TensorDescription, Mapping[str, Any]]]) -> TensorStorageMetadata:
+    """The description of a tensor in pieces: (tensor, what the state says of it) of each."""
+    chunks = [
+        ChunkStorageMetadata(torch.Size(said["offset"]), torch.Size(stored.shape)) for stored, said in pieces.values()
+    ]
+    stored, said = next(iter(pieces.values()))
+    return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(stored.dtype)), torch.Size(said["whole"]), chunks)
+
+
+def _box(item: ReadItem, before: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The box that an item reads, of a tensor in which DCP's chunk begins at `before`: (start, stop) by dimension."""
     starts = [first + offset for first, offset in zip(before, item.storage_offsets, strict=True)]
     return tuple((start, start + length) for start, length in zip(starts, item.lengths, strict=True))

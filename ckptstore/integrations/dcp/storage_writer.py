@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -18,7 +20,7 @@ from torch.futures import Future
 import ckptstore
 from ckptstore.errors import CkptError, UsageError, WriterError
 from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of
-from ckptstore.integrations.dcp.stored_form import ABOUT, as_bytes, planner_form, tensors_in
+from ckptstore.integrations.dcp.stored_form import ABOUT, as_bytes, piece_name, planner_form, tensors_in
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.writer import Writer
 
@@ -92,8 +94,9 @@ class CkptstoreWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, unchanged."""
-        return plans
+        """The plans, with the names of tensors that are stored as pieces."""
+        pieces = frozenset(name for plan in plans for name in _not_one_box(plan))
+        return [replace(plan, storage_data=pieces) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save this rank's items. The checkpoint is durable and committed when this returns, on all ranks.
@@ -149,27 +152,26 @@ class CkptstoreWriter(StorageWriter):
 
 def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
     """This rank's share of the state. See `stored_form`."""
-    state: dict[str, Any] = {}
+    state, pieces = _tensors(plan, planner)
     opaque: dict[str, bool] = {}
     parts: dict[str, list[str]] = {}
     for item in plan.items:
-        name = item.index.fqn
-        if name == ABOUT:
-            raise UsageError(f"{ABOUT!r} is the store's own name: call the value something else")
         if item.type != WriteItemType.BYTE_IO:
-            _add_tensor(state, item, planner)
-        elif _is_default(planner):
+            continue
+        name = item.index.fqn
+        inner: list[str] | None = None
+        if _is_default(planner):
             value: Any = planner.lookup_object(item.index)
             inner = tensors_in(name, value)
-            if inner is None:
-                state[name], opaque[name] = _planned_bytes(item, planner), True
-            else:
-                state[name] = value
-                if inner:
-                    parts[name] = inner
-        else:
+        if inner is None:
             state[name], opaque[name] = _planned_bytes(item, planner), True
-    state[ABOUT] = {"planner": planner_form(plan.planner_data), "bytes": opaque, "parts": parts}
+        else:
+            state[name] = value
+            if inner:
+                parts[name] = inner
+    if ABOUT in state:
+        raise UsageError(f"{ABOUT!r} is the store's own name: call the value something else")
+    state[ABOUT] = {"planner": planner_form(plan.planner_data), "bytes": opaque, "parts": parts, "pieces": pieces}
     return state
 
 
@@ -188,18 +190,43 @@ def _is_default(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     )
 
 
-def _add_tensor(state: dict[str, Any], item: WriteItem, planner: SavePlanner) -> None:
-    """Add a tensor, or a box of one."""
-    tensor = planner.resolve_data(item)
-    said = item.tensor_data
-    assert isinstance(tensor, torch.Tensor)
-    assert said is not None
-    tensor = tensor.detach()
-    if said.chunk.sizes == said.size:
-        state[item.index.fqn] = tensor
-        return
-    box = ckptstore.Shard(tensor, tuple(said.size), tuple(said.chunk.offsets))
-    state.setdefault(item.index.fqn, []).append(box)
+def _tensors(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's tensors and boxes of tensors by name, and the description of pieces (`stored_form`)."""
+    found: dict[str, Any] = {}
+    boxes: dict[str, list[ckptstore.Shard]] = {}
+    pieces: dict[str, Any] = {}
+    for item in plan.items:
+        if item.type == WriteItemType.BYTE_IO:
+            continue
+        name, said, tensor = item.index.fqn, item.tensor_data, planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        assert said is not None
+        tensor = tensor.detach()
+        if name in (plan.storage_data or ()):
+            piece = piece_name(name, said.chunk.offsets)
+            found[piece] = tensor
+            pieces.setdefault(name, {})[piece] = {"offset": list(said.chunk.offsets), "whole": list(said.size)}
+        elif said.chunk.sizes == said.size:
+            found[name] = tensor
+        else:
+            boxes.setdefault(name, []).append(ckptstore.Shard(tensor, tuple(said.size), tuple(said.chunk.offsets)))
+    found |= {name: parts[0] if len(parts) == 1 else ckptstore.Shards(parts) for name, parts in boxes.items()}
+    return found, pieces
+
+
+def _not_one_box(plan: SavePlan) -> Iterator[str]:
+    """Names of the tensors of which a rank has several boxes that are not one box together."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = {}
+    for item in plan.items:
+        if item.tensor_data is not None:
+            chunks.setdefault(item.index.fqn, []).append(item.tensor_data.chunk)
+    for name, found in chunks.items():
+        dimensions = range(len(found[0].sizes))
+        first = [min(one.offsets[at] for one in found) for at in dimensions]
+        last = [max(one.offsets[at] + one.sizes[at] for one in found) for at in dimensions]
+        together = math.prod(end - start for start, end in zip(first, last, strict=True))
+        if len(found) > 1 and sum(math.prod(one.sizes) for one in found) != together:
+            yield name
 
 
 def _nbytes(item: WriteItem) -> int:
