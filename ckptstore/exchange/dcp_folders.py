@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ckptstore.errors import FormatError, MissingDependencyError, UnsupportedStateError, UsageError
 from ckptstore.exchange.dcp_metadata import DcpMetadata, read_dcp_metadata
-from ckptstore.exchange.safetensors_files import FileSource
+from ckptstore.exchange.safetensors_files import TensorInFiles
 from ckptstore.exchange.weight_files import OpenedFile, flattened
 from ckptstore.formats import dtypes
 from ckptstore.formats.segment_files.boxes import Box, gap, overlapping
@@ -27,7 +27,7 @@ _MOST_HOLES: Final = 1 << 16
 """Elements of a list that may be missing, as where a rank saved a part of it."""
 
 
-class _DcpSource(FileSource):
+class _DcpSource(TensorInFiles):
     """A tensor in the boxes of such a folder, as a `TensorSource`. A read puts the whole tensor together."""
 
     def __init__(self, folder: Path, name: str, said: DcpTensor, files: ModuleType) -> None:
@@ -102,7 +102,7 @@ def open_dcp_folder(folder: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
         OSError: a file cannot be read.
     """
     try:
-        from ckptstore.frameworks import dcp_files
+        from ckptstore.frameworks import torch_dcp_files
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"{folder} was written by torch.distributed.checkpoint; reading it needs: pip install 'ckptstore[torch]'"
@@ -119,9 +119,9 @@ def open_dcp_folder(folder: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
         try:
             if name in said.tensors:
                 _check_covered(folder, name, said.tensors[name])
-                found[name] = _DcpSource(folder, name, said.tensors[name], dcp_files)
+                found[name] = _DcpSource(folder, name, said.tensors[name], torch_dcp_files)
             else:
-                found[name] = dcp_files.value_of(folder, said.values[name])
+                found[name] = torch_dcp_files.value_of(folder, said.values[name])
         except UnsupportedStateError as error:
             refused[name] = str(error)
     if refused:

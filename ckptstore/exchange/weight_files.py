@@ -17,7 +17,13 @@ from typing import Any, Final, Self, cast
 import numpy as np
 
 from ckptstore.errors import FormatError, MissingDependencyError, StorageError
-from ckptstore.exchange.safetensors_files import HEADER_LIMIT, FileSource, FileTensor, file_in_errors, read_safetensors
+from ckptstore.exchange.safetensors_files import (
+    HEADER_LIMIT,
+    FileTensor,
+    TensorInFiles,
+    file_in_errors,
+    read_safetensors,
+)
 from ckptstore.formats import jsontext
 from ckptstore.formats.states.state import (
     FlatState,
@@ -149,7 +155,7 @@ def flattened(path: Path, state: Any) -> FlatState:
 def _recognise(value: object) -> TensorSource | Tagged | None:
     if isinstance(value, Tagged):
         return value
-    if isinstance(value, FileSource):
+    if isinstance(value, TensorInFiles):
         return cast("TensorSource", value)  # its subclasses are sources
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray:  # a `PickledArray` of `torch_files`
         return NumpySource(value.view(np.ndarray))

@@ -1,20 +1,24 @@
-"""A store as the medium of ``torch.distributed.checkpoint`` (DCP).
+"""A store as the medium of ``torch.distributed.checkpoint``: `CkptstoreWriter` and `CkptstoreReader`.
 
-::
-
-    dcp.save(state, storage_writer=CkptstoreWriter("runs/gpt", step=100))
-    dcp.load(state, storage_reader=CkptstoreReader("runs/gpt"))  # the newest step, on any number of ranks
-
-Each ``dcp.save`` makes one checkpoint. All calls of a process share one writer of the store, so ten saves are one term,
-and each may be a delta against the one before. A tensor has DCP's name (``model.layer.weight``) in the store.
-
-Nothing is pickled if a state can hold it (numbers, texts, lists, dicts, tensors ...). Anything else is stored as the
-bytes that DCP's planner makes of it, which are a pickle. A reader refuses these bytes without ``unpickle=True``.
+Imports `store` and what is below; importing the package itself imports nothing.
 """
 
 from __future__ import annotations
 
-from ckptstore.integrations.dcp.storage_reader import CkptstoreReader
-from ckptstore.integrations.dcp.storage_writer import CkptstoreWriter
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptstore.integrations.dcp.storage_reader import CkptstoreReader as CkptstoreReader
+    from ckptstore.integrations.dcp.storage_writer import CkptstoreWriter as CkptstoreWriter
 
 __all__ = ["CkptstoreReader", "CkptstoreWriter"]
+
+_HOMES = {"CkptstoreReader": "storage_reader", "CkptstoreWriter": "storage_writer"}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is asked for, so that the package needs no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,13 @@
-"""Saves through ``torch.distributed.checkpoint``: each rank's items become its share of one checkpoint."""
+"""Saves through ``torch.distributed.checkpoint``: each rank's items become its share of one checkpoint.
+
+::
+
+    dcp.save(state, storage_writer=CkptstoreWriter("runs/gpt", step=100))
+
+All calls of a process share one writer of the store, so ten saves are one term, and each may be a delta against the one
+before. Nothing is pickled if a state can hold it (numbers, texts, lists, dicts, tensors ...). Anything else is stored
+as the bytes that DCP's planner makes of it, which are a pickle.
+"""
 
 from __future__ import annotations
 
