@@ -190,6 +190,13 @@ def test_what_a_checkpoint_id_names(checkpoint_id: Any, url: str | None, place: 
     assert place_of(checkpoint_id, url, 3) == place
 
 
+def test_a_store_whose_name_is_a_number(tmp_path: Path) -> None:
+    dcp.save(state(), storage_writer=CkptstoreWriter(tmp_path / "2026", 1))
+    dcp.save(state(), checkpoint_id=tmp_path / "2026", storage_writer=CkptstoreWriter())
+    assert [info.step for info in ckptstore.open(tmp_path / "2026").checkpoints()] == [1, 2]
+    assert not (tmp_path / "FORMAT").exists()
+
+
 @pytest.mark.parametrize(("checkpoint_id", "url"), [(None, None), ("100", None), ("runs/b/100", "runs/a")])
 def test_what_names_no_store_or_two_is_refused(checkpoint_id: Any, url: str | None) -> None:
     with pytest.raises(ckptstore.UsageError, match=r"store"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from ckptstore.errors import UsageError
@@ -47,7 +48,7 @@ def place_of(checkpoint_id: str | os.PathLike[str] | int | None, url: str | None
     text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else str(checkpoint_id)
     text = text.removeprefix(_SCHEME).rstrip("/")
     folder, _, last = text.rpartition("/")
-    found = _STEP.fullmatch(last)
+    found = None if Path(text, "FORMAT").is_file() else _STEP.fullmatch(last)  # a store may be called runs/2026
     named, number = (folder, int(found[1])) if found else (text, None)
     if not named:
         named = url or ""
