@@ -105,7 +105,7 @@ class SaveCalls(WriterRuntime):
     def prepare(self, state: Any) -> None:
         """See `Writer.prepare`."""
         self._check_open()
-        flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+        flat = bridge.flattened(state)
         self._wake_for(flat.nbytes)
         self._path.prepare(flat)
 
@@ -203,7 +203,7 @@ class SaveCalls(WriterRuntime):
         saves = committer.saves
         saves.check(step)
         try:
-            flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+            flat = bridge.flattened(state)
             self._wake_for(flat.nbytes)
         except BaseException:
             self._lose_step(committer)

@@ -204,11 +204,7 @@ class StateTransfer:
 
     def flattened(self, state: Any) -> FlatState:
         """Flatten a state."""
-        return (
-            state
-            if isinstance(state, FlatState)
-            else bridge.flattened(state, sharded=self._agent_term.rank is not None)
-        )
+        return bridge.flattened(state, sharded=self._agent_term.rank is not None)
 
     def _admit(self, state: Any, step: int | None, labels: Labels) -> tuple[RunningAgent, AgentSave, FlatState]:
         """Check everything that can be refused -> the agent, the save, the flattened state."""
