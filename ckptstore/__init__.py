@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from ckptstore.formats.states.shard import Shard as Shard
     from ckptstore.formats.states.shard import Shards as Shards
     from ckptstore.formats.states.state import FlatState as FlatState
+    from ckptstore.frameworks.flat_states import flat_state as flat_state
     from ckptstore.host.caller_warnings import BranchWarning as BranchWarning
     from ckptstore.host.caller_warnings import DamagedLogWarning as DamagedLogWarning
     from ckptstore.host.caller_warnings import DeterminismWarning as DeterminismWarning
@@ -169,6 +170,7 @@ _HOMES = {
     "formats.segment_files.segment": "SegmentDoc TensorEntry",
     "formats.states.shard": "Shard Shards",
     "formats.states.state": "FlatState",
+    "frameworks.flat_states": "flat_state",
     "host.caller_warnings": (
         "BranchWarning DamagedLogWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning"
         " HiddenTensorsWarning LossyWarning LostStepsWarning RemoteWarning UnexplainedStepWarning UnpinnedWarning"

@@ -13,8 +13,9 @@ from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.records import SegmentEntry
 from ckptstore.formats.segment_files.boxes import Box
 from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
-from ckptstore.formats.states.state import Origin, unflatten
+from ckptstore.formats.states.state import Origin, places, select, unflatten
 from ckptstore.frameworks import bridge
+from ckptstore.frameworks.flat_states import tensors_and_data
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.caller_warnings import LossyWarning, warn
 from ckptstore.host.option_checks import MOST_THREADS, whole
@@ -73,10 +74,13 @@ class LoadOptions:
     threads: int | None = None
     progress: Progress | None = None
     rank: int | None = None
+    layout: Literal["nested", "flat"] = "nested"
 
     def __post_init__(self) -> None:
         if self.framework not in (None, "torch", "numpy"):
             raise UsageError(f"framework={self.framework!r}: 'torch' or 'numpy'")
+        if self.layout not in ("nested", "flat"):
+            raise UsageError(f"layout={self.layout!r}: 'nested' or 'flat'")
         if self.threads is not None:
             whole("threads", self.threads, 1, MOST_THREADS)
         if self.rank is not None:
@@ -151,10 +155,19 @@ def rebuild(found: RestoreSource, options: LoadOptions) -> Any:
                 placed, _restore_into(_Requested.of(found, placed, targets), targets, readers, options)
             )
 
-    def resolve(name: str, origin: Origin) -> Any:
-        return resolvers[name](name, origin)
+    made: dict[str, Any] = {}
 
-    return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
+    def resolve(name: str, origin: Origin) -> Any:
+        made[name] = tensor = resolvers[name](name, origin)
+        return tensor
+
+    revive = bridge.tensors().revive if options.to_torch else None
+    state = unflatten(picked.tree(), resolve, revive)
+    if options.layout == "nested":
+        return state
+    there = places(picked.whole) if picked.all else picked.kept.values()
+    rest = unflatten(select(picked.whole, set()), resolve, revive)
+    return tensors_and_data(state, {place.name: made[place.tensor] for place in there}, rest)
 
 
 def _targets(found: RestoreSource, picked: TensorSelection, options: LoadOptions) -> Targets:

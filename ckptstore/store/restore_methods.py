@@ -43,6 +43,7 @@ class RestoreMethods(StoreHandle):
         threads: int | None = None,
         progress: Progress | bool | None = None,
         rank: int | None = None,
+        layout: Literal["nested", "flat"] = "nested",
     ) -> Any:
         """Restore the state of a checkpoint, bit for bit.
 
@@ -65,6 +66,8 @@ class RestoreMethods(StoreHandle):
             rank: for a checkpoint that many ranks saved: return this rank's values where the ranks differ (random
                 numbers, data loader). If fewer ranks saved, `rank` modulo their number. None: all tensors of all ranks,
                 and everything else from the first rank.
+            layout: ``nested``: the state as it was saved. ``flat``: a tuple of the tensors by name (a dict) and of the
+                data; of a state that `flat_state` did not make, the data is the state without its tensors.
 
         Raises:
             CheckpointNotFoundError, TensorNotFoundError: no such checkpoint, or nothing matches `select`.
@@ -75,7 +78,9 @@ class RestoreMethods(StoreHandle):
         """
         from ckptstore.restore.load import LoadOptions, load  # imports numpy, which only a load needs
 
-        options = LoadOptions(framework, into, select, device, mmap, verify, threads, as_progress(progress), rank)
+        options = LoadOptions(
+            framework, into, select, device, mmap, verify, threads, as_progress(progress), rank, layout
+        )
         return self._with_remote_fallback(ref, lambda journal, one: load(journal, one, options))
 
     def _with_remote_fallback(self, ref: str | int, work: Callable[[Journal, str | int], _T]) -> _T:

@@ -30,6 +30,7 @@ EXPECTED = [
     "RunInfo",
     "RunStatus",
     "find_runs",
+    "flat_state",
     "CheckpointDescription",
     "CheckpointInfo",
     "CheckpointNotFoundError",
