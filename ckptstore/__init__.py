@@ -126,7 +126,9 @@ if TYPE_CHECKING:
     from ckptstore.reports.store_stats import ClassBytes as ClassBytes
     from ckptstore.reports.store_stats import Share as Share
     from ckptstore.reports.store_stats import StoreStats as StoreStats
+    from ckptstore.restore.mapped_tensors import MappedTensors as MappedTensors
     from ckptstore.restore.restore_plan import Plan as Plan
+    from ckptstore.restore.stored_files import StoredFile as StoredFile
     from ckptstore.store import Store as Store
     from ckptstore.store import open as open
     from ckptstore.store import repair as repair
@@ -198,7 +200,9 @@ _HOMES = {
     "reports.runs": "FoundRuns RunInfo find_runs",
     "reports.run_comparison": "SideBySide",
     "reports.store_stats": "ClassBytes Share StoreStats",
+    "restore.mapped_tensors": "MappedTensors",
     "restore.restore_plan": "Plan",
+    "restore.stored_files": "StoredFile",
     "store": "Store open repair verify",
     "tiers.store_sync": "Synced",
     "write.policy.delta_options": "DeltaOptions",

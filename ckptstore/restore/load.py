@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, TypeVar
@@ -49,6 +49,7 @@ __all__ = [
     "LoadOptions",
     "describe",
     "load",
+    "mappable",
     "rebuild",
     "restore_with",
     "tensors",
@@ -227,6 +228,13 @@ def _in_place(chain: Chain) -> bool:
     return not chunks or chunks[0].offset % dtypes.get(chain.tensor.dtype).itemsize == 0
 
 
+def mappable(wanted: Mapping[str, Chain]) -> list[tuple[SegmentReader, list[TensorEntry]]]:
+    """The segments that hold tensors which can be mapped. Raises `UsageError` if one of them cannot."""
+    if coded := [name for name, chain in wanted.items() if not _in_place(chain)]:
+        raise UsageError(f"mmap=True needs an uncompressed full checkpoint; {coded[0]!r} is stored as something else")
+    return _by_segment(wanted.values())
+
+
 def _large_unaligned(chain: Chain) -> bool:
     """Whether a raw tensor, at an offset valid for its dtype, is not aligned to `LINE` and is too large to copy."""
     return chain.tensor.nbytes >= _COPIED and chain.tensor.chunks[0].offset % LINE != 0
@@ -280,10 +288,8 @@ def _read(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, adva
 
 def _mapped(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance) -> dict[str, Bytes]:
     """The same as `_read`, but mapped."""
-    if coded := [name for name, chain in wanted.items() if not _in_place(chain)]:
-        raise UsageError(f"mmap=True needs an uncompressed full checkpoint; {coded[0]!r} is stored as something else")
     data: dict[str, Bytes] = {}
-    for reader, members in _by_segment(wanted.values()):
+    for reader, members in mappable(wanted):
         data |= map_tensors(reader, members, readers.pool, verify=options.verify, advance=advance)
     return data
 

@@ -29,6 +29,8 @@ EXPECTED = [
     "FoundRuns",
     "RunInfo",
     "RunStatus",
+    "MappedTensors",
+    "StoredFile",
     "find_runs",
     "flat_state",
     "CheckpointDescription",
