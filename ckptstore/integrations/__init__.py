@@ -1,0 +1,3 @@
+"""Doors of training frameworks: each module needs its framework, which is an extra."""
+
+from __future__ import annotations
