@@ -40,6 +40,8 @@ REST: Final = (
     "tests/write/test_diff_training.py",
     "tests/write/test_rank_in_flight.py",
     "tests/write/test_rank_processes.py",
+    # Lightning itself, whose import takes seconds.
+    "tests/integrations/test_lightning_callback.py",
     # Interpreters that compile kernels, and an older version of this package.
     "tests/formats/test_kernel_cache.py",
     "tests/maintenance/test_wrong_compiled_kernels.py",
