@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "workers": {"workers": 2},
     "stateful-workers": {"workers": 2, "stateful": True, "accumulate_grad_batches": 2},
     "manual": {"manual": True, "strategy": "gradient"},
+    "metrics": {"check_val_every_n_epoch": 2, "monitor": "val", "max_epochs": 4},
     "killed": {"workers": 2, "accumulate_grad_batches": 2, "max_epochs": 4},
     "ddp": {"ranks": "ddp", "strategy": "gradient", "validated": False},
     "fsdp": {"ranks": "fsdp", "strategy": "gradient", "validated": False},
@@ -47,7 +48,10 @@ class StoppedError(RuntimeError):
 
 
 class Net(pl.LightningModule):
-    """Dropout, BatchNorm, two schedules; writes each loss down."""
+    """Dropout, BatchNorm, two schedules; writes each loss down. Draws a number whenever a run begins."""
+
+    monitor = "loss_of_epoch"
+    draws = True
 
     def __init__(self, losses: Path) -> None:
         super().__init__()
@@ -74,9 +78,15 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        # Only "val" may be missing, before the first validation.
+        followed = {"monitor": self.monitor, "strict": self.monitor != "val"}
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         by_step = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9), "interval": "step"}
-        return [optimizer], [by_step, {"scheduler": plateau, "monitor": "loss_of_epoch", "strict": False}]
+        return [optimizer], [by_step, {"scheduler": plateau, **followed}]
+
+    def on_train_start(self) -> None:
+        if self.draws:
+            torch.rand(1)
 
     def on_train_epoch_end(self) -> None:
         self.log("loss_of_epoch", self.trainer.callback_metrics["loss"])
@@ -142,6 +152,8 @@ def fit(
     stateful: bool = False,
     workers: int = 0,
     manual: bool = False,
+    monitor: str = Net.monitor,
+    draws: bool = True,
     ranks: str = "",
     validated: bool = True,
     saved: dict[str, Any] | None = None,
@@ -158,6 +170,7 @@ def fit(
     own = torch.Generator().manual_seed(5) if generator else None
     loader = kind(data, batch_size=4, shuffle=True, num_workers=workers, generator=own)
     module: Net = Manual(losses) if manual else Net(losses)
+    module.monitor, module.draws = monitor, draws
     if ranks:
         options |= {"devices": 2, "strategy": "ddp"}
     if ranks == "fsdp":
