@@ -42,6 +42,7 @@ REST: Final = (
     "tests/write/test_rank_processes.py",
     # Lightning itself, whose import takes seconds.
     "tests/integrations/test_lightning_callback.py",
+    "tests/integrations/test_lightning_io.py",
     # Interpreters that compile kernels, and an older version of this package.
     "tests/formats/test_kernel_cache.py",
     "tests/maintenance/test_wrong_compiled_kernels.py",

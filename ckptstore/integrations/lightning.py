@@ -6,9 +6,10 @@ from ckptstore.errors import MissingDependencyError
 
 try:
     from ckptstore.integrations.lightning_callback import CkptstoreCallback
+    from ckptstore.integrations.lightning_io import CkptstoreIO
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("lightning", "torch"):
         raise
     raise MissingDependencyError("Lightning's door needs lightning: pip install 'ckptstore[lightning]'") from error
 
-__all__ = ["CkptstoreCallback"]
+__all__ = ["CkptstoreCallback", "CkptstoreIO"]

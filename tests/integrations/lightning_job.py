@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ckptstore.integrations.lightning import CkptstoreCallback
 
-__all__ = ["CASES", "Manual", "Net", "Sharded", "Stop", "StoppedError", "fit", "main", "trainer_of"]
+__all__ = ["CASES", "Manual", "Net", "Sharded", "Stop", "StoppedError", "fit", "lines_of", "main", "trainer_of"]
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -134,6 +134,11 @@ class Stop(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.fit_loop.total_batch_idx >= self.at:
             raise StoppedError(f"before batch {self.at}")
+
+
+def lines_of(path: Path) -> list[str]:
+    """The losses that were written down."""
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def trainer_of(callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
