@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Literal
 
 import torch
@@ -18,6 +17,7 @@ from ckptstore.errors import CheckpointNotFoundError, UnsupportedStateError, Usa
 from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks.bridge import flattened
 from ckptstore.host.option_checks import whole
+from ckptstore.host.threads import started_pool
 from ckptstore.integrations.lightning_names import free_tag, read_marker, remove_marker, write_marker
 from ckptstore.integrations.lightning_values import as_saved, as_state
 from ckptstore.log.checkpoint_info import CheckpointInfo
@@ -192,7 +192,7 @@ class CkptstoreIO(CheckpointIO):
             return None
         saved = self._last[2]
         info = saved.result() if isinstance(saved, PendingSave) else saved
-        with ThreadPoolExecutor(2) as pool:
+        with started_pool(2, "ckptstore-lightning") as pool:
             return info if hash_of(flat, pool) == info.state else None
 
     def _durable(self, name: str, tag: str) -> None:
