@@ -116,6 +116,24 @@ def test_a_run_that_is_killed_five_times_at_random_continues_bit_for_bit(tmp_pat
     same(lines(tmp_path / "losses"), wanted)
 
 
+def test_the_example_is_killed_and_continues(tmp_path: Path, warm_lightning: Warm) -> None:
+    script = Path(__file__).parents[2] / "examples" / "lightning" / "train.py"
+
+    def start(folder: str) -> Any:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        return warm_lightning.start([sys.executable, str(script), str(tmp_path / folder)], **streams)
+
+    alone = start("alone").communicate(timeout=200)[0]
+    assert "step 48: weights" in alone
+    run, store = start("run"), ckptstore.open(tmp_path / "run" / "steps")
+    while run.poll() is None and (store.latest_step() or 0) < 5:
+        time.sleep(0.01)
+    run.kill()
+    run.wait()
+    assert start("run").communicate(timeout=200)[0] == alone
+    assert len(ckptstore.open(tmp_path / "run" / "best").tags()) == 2
+
+
 @pytest.mark.parametrize("case", ["ddp", "fsdp"])
 def test_ranks_continue_bit_for_bit(tmp_path: Path, case: str, warm_lightning: Warm) -> None:
     def ranks(store: str, losses: str, *at: str) -> None:
