@@ -9,6 +9,7 @@ __all__ = ["EXPRESSIONS", "REST", "in_rest"]
 
 ROOT: Final = Path(__file__).parents[1]
 REST: Final = (
+    "tests/integrations/",  # real frameworks, some with many ranks
     "tests/tools/",  # the harnesses' own tests, samples of their campaigns, small runs of the benchmarks
     # The examples of the docs, run as they are printed. The interfaces themselves have their own tests.
     "tests/test_docs.py",
@@ -40,9 +41,6 @@ REST: Final = (
     "tests/write/test_diff_training.py",
     "tests/write/test_rank_in_flight.py",
     "tests/write/test_rank_processes.py",
-    # Lightning itself, whose import takes seconds.
-    "tests/integrations/test_lightning_callback.py",
-    "tests/integrations/test_lightning_io.py",
     # Interpreters that compile kernels, and an older version of this package.
     "tests/formats/test_kernel_cache.py",
     "tests/maintenance/test_wrong_compiled_kernels.py",

@@ -2,7 +2,8 @@
 
 Runs of one module take turns: without saves; Lightning's ``ModelCheckpoint(every_n_train_steps=1)``, which keeps the
 last file; the same through `CkptstoreIO`, waiting and asynchronous; `CkptstoreCallback` with each strategy. A run's
-number is the median time of a step, without the first five. Medians over the rounds.
+times are those of its steps without the first five. Of all rounds together: the median, and the tenth percentile, which
+other load on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ WAYS: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
 }
 
 
-def measure(way: str, width: int, steps: int) -> float:
-    """Seconds of a step, the median of a run."""
+def measure(way: str, width: int, steps: int) -> list[float]:
+    """Seconds of each step of a run."""
     torch.manual_seed(1)
     with tempfile.TemporaryDirectory() as folder:
         options = WAYS[way](Path(folder))
@@ -87,7 +88,7 @@ def measure(way: str, width: int, steps: int) -> float:
         trainer = pl.Trainer(max_steps=steps, **quiet, **options)
         trainer.fit(_Net(width), DataLoader(TensorDataset(torch.randn(16 * steps, width)), batch_size=16))
     times = noted.times[_FIRST:]
-    return statistics.median(after - before for before, after in itertools.pairwise(times))
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 @click.command(help=__doc__)
@@ -101,13 +102,19 @@ def main(width: int, steps: int, rounds: int) -> None:
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(rounds):
         for way in WAYS if turn % 2 else [*WAYS][::-1]:
-            found[way].append(measure(way, width, steps))
+            found[way] += measure(way, width, steps)
     size = 3 * 4 * 2 * (width * width + width)
-    click.echo(f"{size / 1e6:.0f} MB of weights and moments; ms of a step, medians of {rounds} runs of {steps} steps")
-    base = statistics.median(found["no saves"])
+    click.echo(f"{size / 1e6:.1f} MB of weights and moments; ms of a step in {rounds} runs of {steps} steps")
+    base = [statistics.median(found["no saves"]), _tenth(found["no saves"])]
+    click.echo(f"{'':44} {'median':>9} {'more':>8} {'10 %':>9} {'more':>8}")
     for way, times in found.items():
-        took = statistics.median(times)
-        click.echo(f"{way:44} {took * 1e3:8.1f}  +{(took - base) * 1e3:.1f}")
+        took = [statistics.median(times), _tenth(times)]
+        numbers = [f"{mine * 1e3:9.1f} {(mine - its) * 1e3:+8.1f}" for mine, its in zip(took, base, strict=True)]
+        click.echo(f"{way:44} {' '.join(numbers)}")
+
+
+def _tenth(times: list[float]) -> float:
+    return statistics.quantiles(times, n=10)[0]
 
 
 if __name__ == "__main__":
