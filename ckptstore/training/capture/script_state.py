@@ -109,13 +109,18 @@ class ScriptState:
 
     @property
     def per_rank(self) -> tuple[str, ...]:
-        """Names of tensors that may differ between ranks: generators, positions, modules' buffers.
+        """Names of tensors that may differ between ranks: generators, positions, modules' buffers, objects in ``extra``
+        that say so (``per_rank``).
 
         DDP broadcasts the first rank's buffers when forward begins. Then BatchNorm changes them on each rank.
         """
         modules = self.given.modules()
         names = [f"{prefix}.{bare(name)}" for prefix, module in modules for name, _ in module.named_buffers()]
-        names += [f"extra.{name}" for name, one in self._given.items() if not is_stateful(one)]
+        names += [
+            f"extra.{name}"
+            for name, one in self._given.items()
+            if not is_stateful(one) or getattr(one, "per_rank", False)
+        ]
         return ("random", "loader", "compressor", *(glob.escape(name) for name in names))
 
     def state(self, step: int, ranks: int = 1, *, standing: bool = False) -> dict[str, Any]:

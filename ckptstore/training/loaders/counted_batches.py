@@ -119,6 +119,13 @@ class CountedBatches:
         idle = self._sent is not None or (self._begun is None and not self._made) or self._asked
         return idle and (not is_stateful(self.loader) or isinstance(self.loader, DataLoader) or self._was_sent)
 
+    def finish(self) -> None:
+        """Note that no more batches of this epoch will be taken: a run that is resumed from here begins the next one.
+
+        An iteration that ends notes this itself. Call it where a loop stops after the last batch that it wants.
+        """
+        self._finished = True
+
     # -- its state
 
     def state_dict(self) -> Any:
