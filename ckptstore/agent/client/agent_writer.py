@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ckptstore.agent.client.agent_launch import RunningAgent
 from ckptstore.agent.client.agent_term import AgentTerm, Begin
+from ckptstore.agent.client.buffer_client import BorrowedBuffer
 from ckptstore.agent.client.inherited_state import Inherited
 from ckptstore.agent.client.replica_client import AREAS, ReplicaClient
 from ckptstore.agent.client.state_transfer import Fill, FilledByOwner, StateTransfer
@@ -208,10 +209,21 @@ class AgentWriter(Writer):
             MemoryError: there is not enough memory.
         """
         self._transfer.handed_over()
-        agent = self._agent_term.connected()
-        replica = ReplicaClient.begun(agent.link, self._agent_term.buffers, recipe, areas, self._transfer.promise)
+        agent, transfer = self._agent_term.connected(), self._transfer
+        replica = ReplicaClient.begun(
+            agent.link, self._agent_term.buffers, recipe, areas, transfer.promise, transfer.replica
+        )
         self._transfer.replica = replica
         return replica
+
+    def lend_beside(self, nbytes: int) -> BorrowedBuffer:
+        """A buffer for tensors that a step sends whole (`WholeTensors`).
+
+        Raises:
+            AgentError: the agent lends no more, or died.
+            MemoryError: there is not enough memory.
+        """
+        return self._agent_term.buffers.lend_beside(self._agent_term.connected().link, nbytes)
 
     def prepare(self, state: Any) -> None:
         """See `Writer.prepare`: the agent allocates and touches its buffers. Returns at once."""

@@ -104,17 +104,24 @@ class Recipe:
 
     @cached_property
     def _plan(self) -> tuple[dict[int, int], dict[int, int], tuple[int, int]]:
-        at = 0
-
-        def place(number: int) -> int:
-            nonlocal at
-            start, at = at, -(-(at + self.layout.tensors[number].nbytes) // _LINE) * _LINE
-            return start
-
-        gradients = {number: place(row.weight) for number, row in enumerate(self.rows) if row.made}
-        places = {number: place(number) for number in self.sent}
+        rows = {number: row.weight for number, row in enumerate(self.rows) if row.made}
+        starts, at = self._placed([*rows.values(), *self.sent])
+        gradients = dict(zip(rows, starts, strict=False))
+        places = dict(zip(self.sent, starts[len(rows) :], strict=True))
         count = sum(len(_cut(self.layout.tensors[number].nbytes)) for number in self.made)
         return gradients, places, (at, count)
+
+    def packed(self, positions: Sequence[int]) -> tuple[dict[int, int], int]:
+        """The first byte of each of some tensors, one after the other in a buffer, and the bytes of all."""
+        starts, nbytes = self._placed(positions)
+        return dict(zip(positions, starts, strict=True)), nbytes
+
+    def _placed(self, positions: Sequence[int]) -> tuple[list[int], int]:
+        starts, at = [], 0
+        for number in positions:
+            starts.append(at)
+            at = -(-(at + self.layout.tensors[number].nbytes) // _LINE) * _LINE
+        return starts, at
 
     def digests_in(self, memory: Bytes) -> Digests:
         """The digests in an area."""

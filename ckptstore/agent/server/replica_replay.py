@@ -1,12 +1,13 @@
 """Computes a replica of the newest state: repeats the optimizers' steps on the state before, and checks digests.
 
-The result is not trusted. The agent compares it with digests of the trainer's tensors. If they differ, it drops the
-state, and the trainer has to hand over a whole one.
+The result is not trusted. The agent compares it with digests of the trainer's tensors. If some differ, the state is
+unproven: it is not written, and the trainer sends these tensors whole with a later step. Until then each step is
+computed from the unproven one, and is unproven, too, unless digests say otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from ckptstore.agent.protocol.message_fields import StateLayout, TensorForm, number, read, read_labels, whole_number
 from ckptstore.agent.protocol.replica_recipe import Proof, Recipe, read_entries, read_recipe
-from ckptstore.agent.server.agent_snapshot import FilledBuffer, UnwrittenState, state_in_buffer
+from ckptstore.agent.server.agent_snapshot import FilledBuffer, UnprovenState, UnwrittenState, state_in_buffer
 from ckptstore.agent.server.shared_buffers import SharedBuffer
 from ckptstore.agent.server.snapshot_keeper import SnapshotKeeper
 from ckptstore.errors import AgentError, CkptError, UnsupportedStateError
@@ -33,7 +34,6 @@ _LATER: Final = 2
 """Any count but 1, for optimizers that keep none: the step that creates SGD's buffer is never repeated."""
 _MOST_AREAS: Final = 16
 _MOST_THREADS: Final = 1 << 12
-_MOST_NAMES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +77,23 @@ class ReplicaReplay:
             except MemoryError:
                 return  # the step that needs the memory reports it
 
-    def advance(self, body: Mapping[str, Any]) -> UnwrittenState | list[str]:
-        """Compute the next state -> the state, or the names of the tensors that differ from the trainer's.
+    def advance(self, body: Mapping[str, Any]) -> UnwrittenState | UnprovenState:
+        """Compute the next state. Unproven: some of its tensors differ from the trainer's.
 
         Args:
             body: the ``advance`` message of docs/agent.md.
 
         Raises:
-            AgentError: the message is invalid, or the state that it builds on is not the newest.
+            AgentError: the message is invalid, or the state that it builds on is not the last one.
             MemoryError: there is no memory for another state.
         """
         recipe, keeper = self._recipe, self._keeper
         step, after = whole_number(body["step"]), whole_number(body["after"])
         area = self._areas[whole_number(body["area"])]
         calls = read("calls", body["calls"], self._calls)
-        base = keeper.newest
-        if base is None or base.step != after or base.layout != recipe.layout:
+        whole = read("whole", body.get("whole", ()), self._whole)
+        base = keeper.base(after)
+        if base is None or base.layout != recipe.layout:
             raise AgentError(f"the replica is not at step {after}: a whole state is needed")
         size = recipe.layout.plan.size
         buffer = keeper.pool.take(size)
@@ -104,10 +105,12 @@ class ReplicaReplay:
             for call in calls:
                 stage.step(call, self._gradients_of(area))
             stage.sent(area).run(keeper.workers)
+            stage.put(whole)
             wrong = stage.proof.differs(recipe.digests_in(area.shared.memory), keeper.workers)
             if wrong:
-                keeper.pool.give_back(buffer)
-                return [recipe.layout.tensors[recipe.made[one]].name for one in wrong[:_MOST_NAMES]]
+                follow = self._computed_from(base.unproven) - whole.keys()
+                unproven = {recipe.made[one]: recipe.made[one] not in follow for one in wrong}
+                return UnprovenState(step, recipe.layout, buffer, unproven)
             filled = FilledBuffer(buffer.number, recipe.layout, body["tree"], *read_labels(body))
             return UnwrittenState(
                 step, filled, buffer, state_in_buffer(filled, buffer), self._updates(calls, stage, entries)
@@ -115,6 +118,30 @@ class ReplicaReplay:
         except BaseException:
             keeper.pool.give_back(buffer)
             raise
+
+    def _whole(self, form: Any) -> dict[int, Bytes]:
+        """The bytes of each tensor that is sent whole once, by position."""
+        made, found = set(self._recipe.made), {}
+        for buffer, tensors in form:
+            memory = self._keeper.pool.lent(whole_number(buffer)).shared.memory
+            for position, start in tensors:
+                place, begin = whole_number(position), whole_number(start)
+                if place not in made:
+                    raise AgentError(f"tensor {place} is not one that the agent computes")
+                end = begin + self._recipe.layout.tensors[place].nbytes
+                if end > len(memory):
+                    raise AgentError(f"tensor {place} ends at byte {end} of {len(memory)}")
+                found[place] = memory[begin:end]
+        return found
+
+    def _computed_from(self, unproven: Collection[int]) -> set[int]:
+        """Positions of the tensors that are computed from tensors of which one is unproven."""
+        found = set(unproven)
+        for row in self._recipe.rows:
+            positions = {number for _, number in row.slots}
+            if not positions.isdisjoint(unproven):
+                found |= positions
+        return found
 
     def _calls(self, form: Any) -> list[_OptimizerCall]:
         found = []
@@ -263,6 +290,11 @@ class _Stage:
                 ]
             )
         return copies
+
+    def put(self, whole: Mapping[int, Bytes]) -> None:
+        """Replace computed tensors, by position."""
+        for place, found in whole.items():
+            self._images[place][:] = found
 
     def count(self, slots: Sequence[tuple[str, int]]) -> int:
         """How many steps a parameter was updated in."""

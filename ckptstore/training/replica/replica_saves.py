@@ -3,14 +3,14 @@
 The first state of a form is sent whole. After that a step costs a copy of the gradients (with a `TopKHook`, of the
 entries that are left, as LowDiff's), a copy of what no optimizer moves (buffers, generators, averages), and a digest of
 what the agent computes. The digest is taken in every step: only a proven state may be written or passed to a successor,
-and the next state is computed from it. After any error the next state is sent whole.
+and the next state is computed from it. Tensors that the agent computed wrongly are sent whole with the next step, and
+the others stay. After any other error the next state is sent whole.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import torch
 
 from ckptstore.agent.client.agent_writer import AgentWriter
 from ckptstore.agent.client.buffer_client import BorrowedBuffer
-from ckptstore.agent.client.replica_client import ReplicaClient
+from ckptstore.agent.client.replica_client import ReplicaClient, WholeTensors
 from ckptstore.agent.client.replica_client import ReplicaStep as Told
 from ckptstore.agent.protocol.replica_recipe import Proof
 from ckptstore.errors import AgentError, AgentLostError, UnmadeStateError, UsageError
@@ -29,11 +29,13 @@ from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.host.batched_copies import BatchedCopies
+from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.training.capture.capture_plan import StatePlan
 from ckptstore.training.replica.consumed_gradients import ConsumedGradients, ConsumedStep
 from ckptstore.training.replica.replicable_state import Replicable
+from ckptstore.training.replica.unproven_tensors import UnprovenTensors
 from ckptstore.training.settings import SaveSettings
 from ckptstore.training.state_saves import StateSaves
 from ckptstore.write.saves.ledger import Labels, PendingSave
@@ -42,8 +44,6 @@ from ckptstore.write.writer import Writer
 __all__ = ["ReplicaSaves"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
-_OFTEN: Final = 2
-"""Wrong results after which the agent does not compute a tensor any more: it is sent."""
 _PLANS: Final = 4
 """Consecutive plans that did not hold for a step. After that the state is flattened in every step."""
 
@@ -82,7 +82,7 @@ class ReplicaSaves(StateSaves):
         self._held: FlatState | None = None  # that step, flattened, while it is only in memory
         self._given_save: PendingSave | None = None  # the newest step's save, once it has begun
         self._owed = False  # it is only in memory
-        self._wrong: Counter[str] = Counter()
+        self._unproven = UnprovenTensors()
         self._remarked = False
 
     def offer(
@@ -204,7 +204,7 @@ class ReplicaSaves(StateSaves):
         self._note_wrong()
         replicated = self._replicated
         follows = replicated is not None and replicated.alive and replicated.lost is None and self._at is not None
-        if follows and step == self._at:
+        if follows and step == self._at and not (persist and self._unproven.lacks(step)):
             assert replicated is not None
             return self._persisted(replicated, step, said.labels, began) if persist else None
         flat = self._flat(step)
@@ -214,15 +214,18 @@ class ReplicaSaves(StateSaves):
         if (
             not forced
             and follows
+            and step != self._at
             and self._form is not None
             and consumed.why is None
             and self._form.fits(flat, self._plan)
         ):
             assert replicated is not None
-            area = consumed.area or replicated.area(wait=True)
-            if area is not None and replicated.lost is None:
-                return self._advanced(replicated, area, step, flat, (consumed, said.labels, persist, began))
-            consumed.area = area
+            consumed.area = consumed.area or replicated.area(wait=True)
+            whole = self._whole_tensors(replicated)
+            if consumed.area is not None and replicated.lost is None and whole is not None:
+                return self._advanced(replicated, step, flat, (consumed, whole, said.labels, persist, began))
+            if whole:
+                whole[0].buffer.give_back()
         if consumed.area is not None and replicated is not None:
             replicated.leave(consumed.area)
         if consumed.why is not None and follows:
@@ -239,26 +242,45 @@ class ReplicaSaves(StateSaves):
     def _advanced(
         self,
         replicated: ReplicaClient,
-        area: BorrowedBuffer,
         step: int,
         flat: FlatState,
-        what: tuple[ConsumedStep, Labels, bool, float],
+        what: tuple[ConsumedStep, list[WholeTensors], Labels, bool, float],
     ) -> PendingSave | None:
         """Send what the agent cannot compute, and the digests that prove the rest."""
-        consumed, labels, persist, began = what
+        consumed, whole, labels, persist, began = what
+        area = consumed.area
+        assert area is not None
         assert self._form is not None
         assert self._at is not None
         threads = torch.get_num_threads()
-        told = Told(step, self._at, consumed.calls, threads, flat, labels, persist, began)
+        told = Told(step, self._at, consumed.calls, threads, flat, labels, persist, began, whole)
         try:
             self._form.fill(area, flat, self._pool)
             pending = replicated.advance(area, told)
         except BaseException:
             replicated.leave(area)
+            for one in whole:
+                one.buffer.give_back()
             raise
+        for one in whole:
+            self._unproven.sent(one.starts, step)
         self._at = step
         self._held = None if persist else flat
+        if self._form.refused != self._unproven.refused:
+            self._begun(flat, self._unproven.refused)  # from the next step on these tensors are always sent
         return pending
+
+    def _whole_tensors(self, replicated: ReplicaClient) -> list[WholeTensors] | None:
+        """Copy the tensors that the agent computed wrongly: none or one buffer. None: there is no memory for them."""
+        due = self._unproven.due(replicated.recipe)
+        if not due:
+            return []
+        assert self._form is not None
+        try:
+            return [self._form.whole(due, self._agent, self._pool)]
+        except (AgentError, MemoryError) as error:
+            _LOG.debug("a state is handed over whole: %s", error)
+            return None
 
     def _whole(self, step: int, flat: FlatState, said: _BothLabels, *, persist: bool) -> PendingSave | None:
         """Send a whole state, from which the agent computes the next ones."""
@@ -269,7 +291,8 @@ class ReplicaSaves(StateSaves):
         else:
             self._agent.hold(flat, step, metadata=said.metadata, tags=said.tags)
         form, replicated = self._form, self._replicated
-        refused = {name for name, times in self._wrong.items() if times >= _OFTEN}
+        refused = self._unproven.refused
+        self._unproven.forget()
         usable = replicated is not None and replicated.alive
         if not usable or form is None or form.refused != refused or not form.fits(flat, self._plan):
             replicated = self._begun(flat, refused)
@@ -312,15 +335,18 @@ class ReplicaSaves(StateSaves):
         return flat
 
     def _note_wrong(self) -> None:
-        names = [] if self._replicated is None else self._replicated.differing()
-        self._wrong.update(names)
+        replicated = self._replicated
+        if replicated is None:
+            return
+        names = [name for one in replicated.mismatches() for name in self._unproven.heard(one, replicated.recipe)]
         if names:
             self._consumed.differed()
             self._remark(
                 f"replica: {names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} became something else "
                 "than the optimizer's arithmetic says, and that step is not saved (weights that are changed beside the "
-                "optimizer: clamped, averaged, swapped; gradients that a hook changes): a whole state is handed over, "
-                "and where it happens again that tensor is sent in every step"
+                "optimizer: clamped, averaged, swapped; gradients that a hook changes): such tensors are sent whole "
+                "with the next step, the agent computes the others, and where it happens again that tensor is sent in "
+                "every step"
             )
 
     def _remark(self, text: str) -> None:
@@ -341,8 +367,8 @@ class _Form:
         self.replicable = replicable
         self.refused = refused
         self._recipe = replicable.recipe
-        images = [replicable.sources[number].view() for number in self._recipe.made]
-        self._proof = Proof(images)
+        self._images = {number: replicable.sources[number].view() for number in self._recipe.made}
+        self._proof = Proof(list(self._images.values()))
         self._plan: StatePlan | None = None
         self._copies: dict[int, tuple[BatchedCopies, list[int]]] = {}
         self._names = [one.name for one in self._recipe.layout.tensors]
@@ -371,12 +397,25 @@ class _Form:
             source.read(0, area.memory[start : start + source.nbytes])
         self._proof.into(self._recipe.digests_in(area.memory), pool)
 
+    def whole(self, positions: Sequence[int], agent: AgentWriter, pool: Any) -> WholeTensors:
+        """Copy tensors that the agent computes, by position, to a buffer of their own. Raises as `lend_beside`."""
+        starts, nbytes = self._recipe.packed(positions)
+        buffer = agent.lend_beside(nbytes)
+        try:
+            base = _address(buffer.memory)
+            tensors = [(starts[number], self._images[number]) for number in positions]
+            BatchedCopies([(base + at, _address(one), len(one)) for at, one in tensors]).run(pool)
+        except BaseException:
+            buffer.give_back()
+            raise
+        return WholeTensors(buffer, starts)
+
     def _standing(self, area: BorrowedBuffer) -> tuple[BatchedCopies, list[int]]:
         """The copies of tensors that stay the same objects, and the positions of all others that are sent."""
         found = self._copies.get(area.number)
         if found is not None:
             return found
-        base = area.memory.__array_interface__["data"][0]
+        base = _address(area.memory)
         whole: list[tuple[int, int, int]] = []
         others: list[int] = []
         standing = {} if self._plan is None else self._plan.standing
@@ -393,7 +432,12 @@ class _Form:
 def _lies_there(source: TorchSource) -> bool:
     """Whether a tensor's memory holds its bytes in order: not if it is strided, or lazily conjugated or negated."""
     view = source.view()
-    return view is not None and bool(view.__array_interface__["data"][0] == source.tensor.data_ptr())
+    return view is not None and _address(view) == source.tensor.data_ptr()
+
+
+def _address(memory: Bytes) -> int:
+    address: int = memory.__array_interface__["data"][0]
+    return address
 
 
 @dataclass(frozen=True, slots=True)
