@@ -489,6 +489,18 @@ def test_a_step_waits_for_no_device(
     assert not row.hazards
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_replicas_step_waits_for_no_device(tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients leave the device, and digests; of the parameters that the agent computes nothing else."""
+    if not ranks:
+        start_warm(monkeypatch)
+    row = measured(tmp_path / "run", "replica", parameters=6, agent=True, ranks=ranks)
+    assert row.training_waits == 0, row.waits
+    assert row.waits
+    assert row.to_host <= 0.36 * row.state_bytes
+    assert not row.hazards
+
+
 def layer_by_layer(seed: int, mode: str, change: Callable[[pytest.MonkeyPatch], object]) -> bool:
     """Snapshots that are taken layer by layer, while the optimizer's next step is queued -> whether all are right."""
     with simulated(seed) as machine, pytest.MonkeyPatch.context() as patch, torch.cuda.stream(torch.cuda.Stream()):

@@ -22,6 +22,7 @@ from ckptstore.agent import AgentRestartWarning, AgentWriter  # noqa: E402
 from ckptstore.agent.client.replica_client import ReplicaClient  # noqa: E402
 from ckptstore.agent.protocol.replica_recipe import Proof  # noqa: E402
 from ckptstore.errors import UsageError, WriterClosedError  # noqa: E402
+from ckptstore.formats import digest  # noqa: E402
 from ckptstore.host.batched_copies import BatchedCopies  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.host.threads import workers  # noqa: E402
@@ -281,6 +282,21 @@ def test_one_bit_is_found_in_the_tensor_that_has_it() -> None:
         images[2][(5 << 20) + 3] ^= 1
         images[3][0] ^= 128
         assert proof.differs(wanted, some.pool) == [2, 3]
+
+
+def test_a_tensor_may_have_one_digest_which_a_device_computes() -> None:
+    images = [np.zeros(nbytes, np.uint8) for nbytes in (5, 9 << 20, 1, 0)]
+    proof = Proof(images, summed={1, 3})
+    assert proof.slots == [0, 1, 2, 3]
+    wanted = np.zeros(len(proof), np.uint64)
+    with workers(2, "test") as some:
+        proof.into(wanted, some.pool)
+        assert [int(wanted[1]), int(wanted[3])] == [digest.digest(images[1]), digest.digest(images[3])]
+        elsewhere = np.full(len(proof), 7, np.uint64)
+        Proof([images[0], None, images[2], images[3]], summed={1, 3}).into(elsewhere, some.pool)
+        assert [int(one) for one in elsewhere] == [int(wanted[0]), 7, int(wanted[2]), int(wanted[3])]
+        images[1][(5 << 20) + 3] ^= 1
+        assert proof.differs(wanted, some.pool) == [1]
 
 
 def test_gradients_are_sent_during_backward_until_that_is_useless(tmp_path: Path, wholes: list[int]) -> None:

@@ -22,7 +22,7 @@ from ckptstore.errors import AgentError, AgentLostError
 from ckptstore.formats.states.state import FlatState
 from ckptstore.write.saves.ledger import Labels, PendingSave
 
-__all__ = ["AREAS", "Failed", "Mismatch", "Promise", "ReplicaClient", "ReplicaStep", "WholeTensors"]
+__all__ = ["AREAS", "Arrive", "Failed", "InTurn", "Mismatch", "Promise", "ReplicaClient", "ReplicaStep", "WholeTensors"]
 
 AREAS: Final = 3
 """One that is being filled, and two for an agent that is behind."""
@@ -30,6 +30,10 @@ AREAS: Final = 3
 Failed: TypeAlias = Callable[[BaseException], None]
 Promise: TypeAlias = Callable[[FlatState, int, float], tuple[PendingSave, Failed]]
 """Takes a state, its step, and when training began to wait -> the save, and a callback for its failure."""
+Arrive: TypeAlias = Callable[[], None]
+"""Waits until devices have copied something to the area of a step, and completes the area. Raises their error."""
+InTurn: TypeAlias = Callable[[Arrive | None, Callable[[], None], Failed], None]
+"""Calls a function when earlier requests were sent, and devices have copied (`StateTransfer.in_turn`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,7 @@ class ReplicaStep:
         persist: write it now. False: keep it in memory, and write it on `close` if it is the newest then.
         began: when training began to wait (``time.monotonic()``).
         whole: tensors that the agent computed wrongly before.
+        arrive: waits for devices that still fill the area. The step is sent after that, by a thread. None: it is full.
     """
 
     step: int
@@ -107,6 +112,7 @@ class ReplicaStep:
     persist: bool
     began: float
     whole: Sequence[WholeTensors] = ()
+    arrive: Arrive | None = None
 
 
 class ReplicaClient:
@@ -123,7 +129,7 @@ class ReplicaClient:
         number: int,
         recipe: Recipe,
         areas: Sequence[BorrowedBuffer],
-        promise: Promise,
+        calls: tuple[Promise, InTurn],
         mismatches: _Mismatches,
     ) -> None:
         """Use `begun`."""
@@ -132,7 +138,7 @@ class ReplicaClient:
         self._link = link
         self._number = number
         self._free = list(areas)
-        self._promise = promise
+        self._promise, self._in_turn = calls
         self._mismatches = mismatches
         self._epoch = 0
         self._closed = False
@@ -145,7 +151,7 @@ class ReplicaClient:
         buffers: BufferClient,
         recipe: Recipe,
         areas: int,
-        promise: Promise,
+        calls: tuple[Promise, InTurn],
         before: ReplicaClient | None,
     ) -> Self:
         """Begin a replica at the agent.
@@ -163,7 +169,7 @@ class ReplicaClient:
             numbers = [one.number for one in lent]
             answer = link.call("replica", layout=known, recipe=recipe.form(), areas=numbers)
             mismatches = _Mismatches() if before is None else before._mismatches
-            return cls(link, answer["replica"], recipe, lent, promise, mismatches)
+            return cls(link, answer["replica"], recipe, lent, calls, mismatches)
         except BaseException:
             for one in lent:
                 one.give_back()
@@ -207,7 +213,7 @@ class ReplicaClient:
         area.give_back()
 
     def advance(self, area: BorrowedBuffer, told: ReplicaStep) -> PendingSave | None:
-        """Send a step whose area is filled -> its save; None: the state stays in memory.
+        """Send a step whose area is filled, or will be -> its save; None: the state stays in memory.
 
         Raises:
             as `Writer.save_async`, for a step that is to be written.
@@ -220,7 +226,7 @@ class ReplicaClient:
         body |= {"tree": told.flat.tree, "persist": told.persist}
         body |= {"area": area.number, "replica": self._number}
         body["whole"] = [[one.buffer.number, list(one.starts.items())] for one in told.whole]
-        self._ask("advance", body | labels_form(told.labels), failed, area, told.whole)
+        self._ask("advance", body | labels_form(told.labels), failed, (area, told.whole, told.arrive))
         return pending
 
     def persist(self, flat: FlatState, step: int, labels: Labels, began: float) -> PendingSave:
@@ -230,7 +236,7 @@ class ReplicaClient:
             as `Writer.save_async`.
         """
         pending, failed = self._promise(flat, step, began)
-        self._ask("persist", {"step": step} | labels_form(labels), failed, None)
+        self._ask("persist", {"step": step} | labels_form(labels), failed, (None, (), None))
         return pending
 
     def _ask(
@@ -238,21 +244,12 @@ class ReplicaClient:
         do: str,
         body: Mapping[str, Any],
         failed: Failed | None,
-        area: BorrowedBuffer | None,
-        whole: Sequence[WholeTensors] = (),
+        filled: tuple[BorrowedBuffer | None, Sequence[WholeTensors], Arrive | None],
     ) -> None:
         epoch = self._epoch
+        area, whole, arrive = filled
 
-        def answered(answer: Future[Message]) -> None:
-            error = answer.exception()
-            found: Mismatch | None = None
-            if error is None:
-                message = answer.result()
-                message.close()
-                if names := message.body.get("differs", ()):
-                    error = AgentError(f"{names[0]} is not what training has")
-                    unproven = {int(number): bool(fresh) for number, fresh in message.body["unproven"]}
-                    found = Mismatch(body["step"], unproven, epoch == self._epoch)
+        def over(error: BaseException | None, found: Mismatch | None) -> None:
             with self._changed:
                 if found is not None:
                     self._mismatches.add(found)
@@ -269,13 +266,27 @@ class ReplicaClient:
                 lost = isinstance(error, AgentLostError)
                 failed(error if lost else CancelledError(f"the agent could not take the step again: {error}"))
 
+        def answered(answer: Future[Message]) -> None:
+            error = answer.exception()
+            found: Mismatch | None = None
+            if error is None:
+                message = answer.result()
+                message.close()
+                if names := message.body.get("differs", ()):
+                    error = AgentError(f"{names[0]} is not what training has")
+                    unproven = {int(number): bool(fresh) for number, fresh in message.body["unproven"]}
+                    found = Mismatch(body["step"], unproven, epoch == self._epoch)
+            over(error, found)
+
+        def send() -> None:
+            self._link.ask(do, **body).add_done_callback(answered)
+
         try:
-            asked = self._link.ask(do, **body)
+            self._in_turn(arrive, send, lambda error: over(error, None))
         except BaseException as error:
             if failed is not None:
                 failed(error)
             raise
-        asked.add_done_callback(answered)
 
     def close(self) -> None:
         """Give the areas back. Areas that the agent still reads follow when it has answered."""

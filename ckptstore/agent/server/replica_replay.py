@@ -248,7 +248,8 @@ class _Stage:
         offsets, forms = recipe.layout.plan.offsets, recipe.layout.tensors
         self._starts = [offsets[one.name] for one in forms]
         self._images = [self._memory[at : at + one.nbytes] for at, one in zip(self._starts, forms, strict=True)]
-        self.proof = Proof([self._images[number] for number in recipe.made])
+        summed = {place for place, number in enumerate(recipe.made) if number in set(recipe.summed)}
+        self.proof = Proof([self._images[number] for number in recipe.made], summed)
         self._copies: dict[int, BatchedCopies] = {}
         self._rows: list[list[list[int]]] = [[[] for _ in range(count)] for count in recipe.groups]
         for place, row in enumerate(recipe.rows):
