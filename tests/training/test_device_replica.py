@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 import time
 import warnings
@@ -21,14 +22,17 @@ from ckptstore.agent.client.agent_link import AgentLink  # noqa: E402
 from ckptstore.agent.client.replica_client import ReplicaClient  # noqa: E402
 from ckptstore.errors import UsageError  # noqa: E402
 from ckptstore.frameworks.torch_offload import CopyQueue  # noqa: E402
+from ckptstore.frameworks.torch_optimizers import settings_of  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook, UnsavedStepWarning  # noqa: E402
+from ckptstore.training.replica import arithmetic_probe  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
+from tests.training.inside import without_torchs_kernels  # noqa: E402
 from tests.training.test_on_device import OPTIMIZERS, listed, on_host  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.device.machine import Machine  # noqa: E402
-from tools.device.roundings import UNKNOWN  # noqa: E402
+from tools.device.roundings import CONTRACTED, UNKNOWN  # noqa: E402
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 SEEDS = range(short_or(2, 40))
@@ -287,3 +291,61 @@ def test_a_step_that_a_scaler_skips(tmp_path: Path, wholes: list[int]) -> None:
         wanted = {step: on_host(state) for step, state in wanted.items()}
     assert check(tmp_path / "run", wanted) == [1, 2, 3, 4, 5]
     assert wholes == [1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "variant"), [("AdamW", "divide"), ("Adam amsgrad", "divide"), ("SGD momentum", "fma")]
+)
+def test_a_device_that_contracts_products_and_sums_is_computed_exactly(
+    tmp_path: Path,
+    wholes: list[int],
+    optimizer: str,
+    variant: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_torchs_kernels(monkeypatch)
+    caplog.set_level(logging.DEBUG, "ckptstore.training")
+    with simulated(roundings=CONTRACTED) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error", UnexplainedStepWarning)
+        warnings.simplefilter("error", UnsavedStepWarning)
+        wanted = trained(machine, tmp_path / "run", optimizer)
+        assert not machine.hazards
+    assert {1, 2, 3, 4, STEPS} <= set(check(tmp_path / "run", wanted))
+    assert wholes == [1]
+    assert f"variant='{variant}'" in caplog.text
+
+
+def test_a_variant_that_lies_is_caught_by_the_digests(
+    tmp_path: Path, wholes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe says that the device rounds as the CPU. It does not, in every parameter and every step."""
+    lie = arithmetic_probe.Probed("as on the CPU", {}, 0, 1)
+    monkeypatch.setattr(arithmetic_probe, "probed", lambda *_: lie)
+    with simulated(roundings=CONTRACTED) as machine, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        wanted = trained(machine, tmp_path / "run")
+    steps = check(tmp_path / "run", wanted)  # what is stored is right
+    assert wholes[0] == 1
+    assert 2 not in steps, "a step with the bits of another arithmetic was stored"
+    assert STEPS in steps
+    (remark,) = (str(one.message) for one in told if issubclass(one.category, UnexplainedStepWarning))
+    assert "became something else" in remark
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize("more", [{}, {"weight_decay": 0.3}, {"maximize": True, "weight_decay": 0.01}])
+def test_the_probe_finds_the_arithmetic_of_each_group(kind: str, more: dict[str, Any]) -> None:
+    with torch.no_grad():
+        optimizer = getattr(torch.optim, kind)([torch.zeros(3)], lr=0.01, **more)
+        settings = settings_of(optimizer, optimizer.param_groups[0])
+        device = torch.device("cuda", 0)
+        with simulated():
+            assert arithmetic_probe.probed(kind, settings, device, torch.float32).variant == "as on the CPU"
+        with simulated(roundings=CONTRACTED):
+            found = arithmetic_probe.probed(kind, settings, device, torch.float32)
+            # On a CPU with AVX2 torch's kernels contract all products of SGD as well.
+            assert found.variant in (("fma", "as on the CPU") if kind == "SGD" else ("divide",))
+            assert found.exact == (found.variant != "as on the CPU")
+            half = arithmetic_probe.probed(kind, settings, device, torch.bfloat16)
+            assert not half.exact, "the exact variants are of fp32"

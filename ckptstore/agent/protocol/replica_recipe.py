@@ -69,6 +69,8 @@ class Recipe:
         made: positions of the tensors that the agent computes or leaves unchanged; digests prove them. All others are
             sent.
         summed: those in `made` that are proven by their state digest (`formats.digest`), which a device computes.
+        variants: for each group of each optimizer the variant of its arithmetic (`replica_arithmetic`); None: torch's
+            kernels on the agent's CPU. Empty: None for all.
     """
 
     layout: StateLayout
@@ -77,6 +79,11 @@ class Recipe:
     rows: tuple[Row, ...]
     made: tuple[int, ...]
     summed: tuple[int, ...] = ()
+    variants: tuple[tuple[str | None, ...], ...] = ()
+
+    def variant(self, optimizer: int, group: int) -> str | None:
+        """The variant of a group."""
+        return self.variants[optimizer][group] if self.variants else None
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
@@ -140,6 +147,7 @@ class Recipe:
             "rows": [[row.optimizer, row.group, [list(slot) for slot in row.slots], row.made] for row in self.rows],
             "made": list(self.made),
             "summed": list(self.summed),
+            "variants": [list(one) for one in self.variants],
         }
 
 
@@ -167,7 +175,12 @@ def read_recipe(form: Any, layout: StateLayout) -> Recipe:
     summed = tuple(whole_number(number, last) for number in form.get("summed", ()))
     if not set(summed) <= set(numbers):
         raise AgentError("a position in 'summed' is not in 'made'")
-    return Recipe(layout, kinds, groups, tuple(rows), numbers, summed)
+    variants = tuple(
+        tuple(None if one is None else str(one)[:_TEXT] for one in found) for found in form.get("variants", ())
+    )
+    if variants and tuple(map(len, variants)) != groups:
+        raise AgentError(f"variants of {variants!r:.80} for {groups} groups")
+    return Recipe(layout, kinds, groups, tuple(rows), numbers, summed, variants)
 
 
 def write_entries(gradient: SparseGradient, place: Bytes) -> bool:

@@ -7,14 +7,16 @@ computed from the unproven one, and is unproven, too, unless digests say otherwi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from ckptstore.agent.protocol.message_fields import StateLayout, TensorForm, number, read, read_labels, whole_number
-from ckptstore.agent.protocol.replica_recipe import Proof, Recipe, read_entries, read_recipe
+from ckptstore.agent.protocol.replica_arithmetic import rule_of
+from ckptstore.agent.protocol.replica_recipe import Proof, Recipe, Row, read_entries, read_recipe
 from ckptstore.agent.server.agent_snapshot import FilledBuffer, UnprovenState, UnwrittenState, state_in_buffer
 from ckptstore.agent.server.shared_buffers import SharedBuffer
 from ckptstore.agent.server.snapshot_keeper import SnapshotKeeper
@@ -23,7 +25,7 @@ from ckptstore.formats import optim
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.optim.step_settings import MAX_COUNT
 from ckptstore.frameworks import bridge
-from ckptstore.host.batched_copies import BatchedCopies
+from ckptstore.host.batched_copies import BatchedCopies, run_shared
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.prefault import populate
 from ckptstore.write.steps.updates import Update
@@ -32,6 +34,8 @@ __all__ = ["ReplicaReplay", "read_replica", "warmed"]
 
 _LATER: Final = 2
 """Any count but 1, for optimizers that keep none: the step that creates SGD's buffer is never repeated."""
+_PART: Final = 1 << 20
+"""Numbers that one thread computes without torch at once."""
 _MOST_AREAS: Final = 16
 _MOST_THREADS: Final = 1 << 12
 
@@ -53,6 +57,10 @@ class _OptimizerCall:
     moved: frozenset[int] | None
     scaling: tuple[float | None, float | None]
     sparse: dict[int, int]
+
+    def moves(self, row: int) -> bool:
+        """Whether a row's parameter had a gradient."""
+        return self.moved is None or row in self.moved
 
 
 class ReplicaReplay:
@@ -104,6 +112,7 @@ class ReplicaReplay:
             entries = {row: self._entries(area, row, count) for call in calls for row, count in call.sparse.items()}
             for call in calls:
                 stage.step(call, self._gradients_of(area))
+                run_shared(keeper.workers, stage.exact_steps(call, area))
             stage.sent(area).run(keeper.workers)
             stage.put(whole)
             wrong = stage.proof.differs(recipe.digests_in(area.shared.memory), keeper.workers)
@@ -274,10 +283,65 @@ class _Stage:
         if steps is None:
             return
         found = [
-            [gradients[row] if call.moved is None or row in call.moved else None for row in group]
-            for group in self._rows[call.optimizer]
+            [
+                None if self._recipe.variant(call.optimizer, place) or not call.moves(row) else gradients[row]
+                for row in group
+            ]
+            for place, group in enumerate(self._rows[call.optimizer])
         ]
         steps.step(call.settings, found, call.scaling)
+
+    def exact_steps(self, call: _OptimizerCall, area: SharedBuffer) -> list[Callable[[], None]]:
+        """Jobs that perform one step of an optimizer for the parameters whose groups have a variant.
+
+        Raises:
+            AgentError: there is no such variant, or these parameters have no such step.
+        """
+        jobs: list[Callable[[], None]] = []
+        for place, group in enumerate(self._rows[call.optimizer]):
+            variant = self._recipe.variant(call.optimizer, place)
+            moved = [one for one in group if call.moves(one)]
+            if variant is None or not moved:
+                continue
+            if call.scaling != (None, None):
+                raise AgentError(f"variant {variant!r} has no step that a scaler scales")
+            for at in moved:
+                row = self._recipe.rows[at]
+                try:
+                    kind = self._recipe.kinds[call.optimizer]
+                    rule = rule_of(kind, call.settings[place], variant, self._count_after(row, area))
+                    slots = dict(row.slots)
+                    state = [self._floats(self._images[slots[name]], slots[name]) for name in rule.slots]
+                except (CkptError, LookupError, TypeError, ValueError) as error:
+                    raise AgentError(f"variant {variant!r:.40}: {error}") from error
+                start = self._recipe.gradients[at]
+                gradient = area.shared.memory[start : start + 4 * len(state[0])].view(np.float32)
+                jobs += [
+                    partial(
+                        optim.advance,
+                        rule,
+                        [one[begin : begin + _PART] for one in state],
+                        gradient[begin : begin + _PART],
+                    )
+                    for begin in range(0, len(gradient), _PART)
+                ]
+        return jobs
+
+    def _floats(self, image: Bytes, number: int) -> Any:
+        if self._recipe.layout.tensors[number].dtype != "F32":
+            raise AgentError("only parameters and slots in F32 have variants")
+        return image.view(np.float32)
+
+    def _count_after(self, row: Row, area: SharedBuffer) -> int:
+        """How many steps a parameter was updated in, with this one: the count is sent, and not put here yet."""
+        place = dict(row.slots).get("step")
+        start = None if place is None else self._recipe.places.get(place)
+        if place is None or start is None:
+            return _LATER
+        form = self._recipe.layout.tensors[place]
+        if form.dtype != "F32" or form.nbytes != 4:
+            raise AgentError(f"a count of steps is {form.dtype}")
+        return int(area.shared.memory[start : start + 4].view(np.float32)[0])
 
     def sent(self, area: SharedBuffer) -> BatchedCopies:
         """The copies of the tensors that are sent."""

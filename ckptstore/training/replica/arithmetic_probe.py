@@ -17,7 +17,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from ckptstore.agent.protocol.replica_arithmetic import rule_of, variants_of
 from ckptstore.errors import CkptError
+from ckptstore.formats import optim
 from ckptstore.frameworks.torch_optimizers import TorchSteps, settings_of
 from ckptstore.frameworks.torch_tensors import flat_bytes, on_host
 from ckptstore.training.replica.replicable_state import Replicable
@@ -51,6 +53,7 @@ class Probed:
     Attributes:
         variant: the name of the arithmetic that gives the device's bits; None: no known one does.
         settings: settings that replace those of the group at the agent.
+        exact: the variant is one of `agent.protocol.replica_arithmetic`, not of torch's kernels on the CPU.
         different: how many numbers of the probe differ, of the variant with the fewest.
         count: how many were compared.
     """
@@ -59,6 +62,7 @@ class Probed:
     settings: Mapping[str, Any]
     different: int
     count: int
+    exact: bool = False
 
 
 class UnknownArithmeticError(Exception):
@@ -71,31 +75,30 @@ class Probes:
     def __init__(self) -> None:
         self._found: dict[tuple[int, int, torch.device, torch.dtype], Probed] = {}
 
-    def instead(
-        self, optimizers: Sequence[torch.optim.Optimizer], form: Replicable
-    ) -> dict[tuple[int, int], Mapping[str, Any]]:
-        """Settings that replace those of groups at the agent, by the positions of optimizer and group.
+    def of(self, optimizers: Sequence[torch.optim.Optimizer], form: Replicable) -> dict[tuple[int, int], Probed]:
+        """What was found for the groups with parameters on a device, by the positions of optimizer and group.
 
         Raises:
             UnknownArithmeticError: see there.
         """
-        instead: dict[tuple[int, int], Mapping[str, Any]] = {}
+        found: dict[tuple[int, int], Probed] = {}
         for row, parameter in zip(form.recipe.rows, form.parameters, strict=True):
             if not row.made or on_host(parameter):
                 continue
-            place = row.optimizer, row.group
-            settings = self._settings(optimizers[row.optimizer], row.group, parameter)
-            if instead.setdefault(place, settings) != settings:
-                raise UnknownArithmeticError(f"a group of {_named(optimizers[row.optimizer])} needs two kinds of steps")
-        return instead
+            one = self._probed(optimizers[row.optimizer], row.group, parameter)
+            if found.setdefault((row.optimizer, row.group), one).variant != one.variant:
+                raise UnknownArithmeticError(
+                    f"a group of {type(optimizers[row.optimizer]).__name__} needs two kinds of arithmetic; {_REST}"
+                )
+        return found
 
-    def _settings(self, optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) -> Mapping[str, Any]:
+    def _probed(self, optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) -> Probed:
         key = id(optimizer), group, parameter.device, parameter.dtype
         found = self._found.get(key)
         kind = type(optimizer).__name__
+        settings = settings_of(optimizer, optimizer.param_groups[group])
         if found is None:
             try:
-                settings = settings_of(optimizer, optimizer.param_groups[group])
                 found = probed(kind, settings, parameter.device, parameter.dtype)
             except (CkptError, RuntimeError, TypeError, ValueError) as error:
                 raise UnknownArithmeticError(
@@ -104,15 +107,12 @@ class Probes:
             self._found[key] = found
             _LOG.debug("replica: %s on %s in %s: %s", kind, parameter.device, parameter.dtype, found)
         if found.variant is None:
+            known = ", ".join([*_VARIANTS, *_exact(kind, settings, parameter.dtype)])
             raise UnknownArithmeticError(
                 f"{kind} on {parameter.device} rounds {found.different:,} of {found.count:,} numbers of a probe "
-                f"({parameter.dtype}) unlike every arithmetic that the agent has ({', '.join(_VARIANTS)}); {_REST}"
+                f"({parameter.dtype}) unlike every arithmetic that the agent has ({known}); {_REST}"
             )
-        return found.settings
-
-
-def _named(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer).__name__
+        return found
 
 
 def probed(kind: str, settings: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Probed:
@@ -127,25 +127,53 @@ def probed(kind: str, settings: Mapping[str, Any], device: torch.device, dtype: 
     """
     wanted = _stepped(kind, settings, device, dtype)
     fewest, count = -1, sum(one.numel() for one in wanted) // dtype.itemsize
-    for name, others in _VARIANTS.items():
-        found = _stepped(kind, {**settings, **others}, torch.device("cpu"), dtype)
+    variants = [(name, others, False) for name, others in _VARIANTS.items()]
+    for name, others, exact in [*variants, *((name, {}, True) for name in _exact(kind, settings, dtype))]:
+        if exact:
+            found = _stepped_exactly(kind, settings, name)
+        else:
+            found = _stepped(kind, {**settings, **others}, torch.device("cpu"), dtype)
         different = sum(_differing(one, other, dtype) for one, other in zip(wanted, found, strict=True))
         if not different:
-            return Probed(name, others, 0, count)
+            return Probed(name, others, 0, count, exact)
         fewest = different if fewest < 0 else min(fewest, different)
     return Probed(None, {}, fewest, count)
 
 
+def _exact(kind: str, settings: Mapping[str, Any], dtype: torch.dtype) -> tuple[str, ...]:
+    """The variants of `agent.protocol.replica_arithmetic`: they are of fp32."""
+    return variants_of(kind, settings) if dtype == torch.float32 else ()
+
+
+def _stepped_exactly(kind: str, settings: Mapping[str, Any], variant: str) -> list[torch.Tensor]:
+    """As `_stepped`, with the exact arithmetic of a variant."""
+    drawn = _Numbers(torch.float32)
+    state = [drawn.next().numpy(), *(np.zeros(_COUNT, np.float32) for _ in _slots(kind, settings))]
+    for step in range(1, _STEPS + 1):
+        # SGD's buffer is there before the first step: `_stepped` does not let torch make it.
+        count = step if kind != "SGD" else step + 1
+        optim.advance(rule_of(kind, settings, variant, count), state, drawn.next().numpy())
+    return [flat_bytes(torch.from_numpy(one)) for one in state]
+
+
+class _Numbers:
+    """The numbers of the probe: the same in each run."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._chance = np.random.default_rng(20)
+
+    def next(self) -> torch.Tensor:
+        """A parameter or gradient, on the host."""
+        decades = _DECADES.get(self._dtype, _WIDE)
+        numbers = 10.0 ** self._chance.uniform(-decades, decades, _COUNT) * self._chance.choice([-1.0, 1.0], _COUNT)
+        return torch.from_numpy(numbers).to(self._dtype)
+
+
 def _stepped(kind: str, settings: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
     """The bytes of parameter and slots after some steps, on the host."""
-    chance = np.random.default_rng(20)
-
-    def drawn() -> torch.Tensor:
-        decades = _DECADES.get(dtype, _WIDE)
-        numbers = 10.0 ** chance.uniform(-decades, decades, _COUNT) * chance.choice([-1.0, 1.0], _COUNT)
-        return torch.from_numpy(numbers).to(dtype).to(device)
-
-    tensors = {"weight": drawn()}
+    drawn = _Numbers(dtype)
+    tensors = {"weight": drawn.next().to(device)}
     for name in _slots(kind, settings):
         tensors[name] = torch.zeros_like(tensors["weight"])
     names = list(tensors)
@@ -157,7 +185,7 @@ def _stepped(kind: str, settings: Mapping[str, Any], device: torch.device, dtype
     with torch.no_grad():
         steps = TorchSteps(kind, [[row]], lambda number: tensors[names[number]])
         for _ in range(_STEPS):
-            steps.step([settings], [[drawn()]])
+            steps.step([settings], [[drawn.next().to(device)]])
         return [flat_bytes(one).cpu() for name, one in tensors.items() if name != "step"]
 
 

@@ -36,7 +36,7 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.threads import default_threads, run_all, started_pool
 from ckptstore.training.capture.capture_plan import StatePlan
-from ckptstore.training.replica.arithmetic_probe import Probes, UnknownArithmeticError
+from ckptstore.training.replica.arithmetic_probe import Probed, Probes, UnknownArithmeticError
 from ckptstore.training.replica.consumed_gradients import ConsumedGradients, ConsumedStep
 from ckptstore.training.replica.replicable_state import Replicable
 from ckptstore.training.replica.unproven_tensors import UnprovenTensors
@@ -333,26 +333,29 @@ class ReplicaSaves(StateSaves):
         before, self._replicated, self._form = self._replicated, None, None
         if before is not None:
             before.close()
-        form = _Form(Replicable.of(flat, self._captured, refused), refused)
-        instead = self._probed(form.replicable)
-        if instead is None:
+        replicable = Replicable.of(flat, self._captured, refused)
+        probed = self._probed(replicable)
+        if probed is None:
             return None
+        exact = {place: one.variant for place, one in probed.items() if one.exact and one.variant is not None}
+        form = _Form(replicable.with_variants(exact), refused)
         try:
             self._replicated = self._agent.replicate(form.replicable.recipe)
         except (AgentError, MemoryError) as error:
             self._remark(f"no replica can be kept, and every state is handed over whole: {error}")
             return None
         self._form = form
+        instead = {place: one.settings for place, one in probed.items()}
         self._consumed.attach(self._replicated, form.replicable, instead)
         _LOG.debug("replica: %s", form)
         return self._replicated
 
-    def _probed(self, form: Replicable) -> dict[tuple[int, int], Mapping[str, Any]] | None:
-        """Settings that replace those of a group at the agent, so that it gets the bits of a device. None: none do."""
+    def _probed(self, form: Replicable) -> dict[tuple[int, int], Probed] | None:
+        """How the agent gets the bits of a device, by the positions of optimizer and group. None: it does not."""
         if self._unlike:
             return None
         try:
-            return self._probes.instead(self._captured.optimizers, form)
+            return self._probes.of(self._captured.optimizers, form)
         except UnknownArithmeticError as error:
             self._unlike = True
             warn(f"strategy='replica': {error}", UnexplainedStepWarning)

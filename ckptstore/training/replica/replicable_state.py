@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -105,6 +105,12 @@ class Replicable:
         summed = tuple(number for number in sorted(made) if not on_host(sources[number].tensor))
         recipe = Recipe(layout, kinds, groups, tuple(rows), tuple(sorted(made)), summed)
         return cls(recipe, tuple(parameter for _, _, parameter in found), sources)
+
+    def with_variants(self, found: Mapping[tuple[int, int], str]) -> Replicable:
+        """The same with the variants of groups, by the positions of optimizer and group."""
+        groups = enumerate(self.recipe.groups)
+        variants = tuple(tuple(found.get((place, number)) for number in range(count)) for place, count in groups)
+        return replace(self, recipe=replace(self.recipe, variants=variants))
 
     def fits(self, flat: FlatState) -> bool:
         """Whether another state has this form, and the tensors that the agent computes are at the same addresses."""
