@@ -613,9 +613,7 @@ def test_contracted_operations_are_rounded_once() -> None:
     wanted = np.empty_like(a)
     with simulated(roundings=CONTRACTED):
         found = torch.from_numpy(c).cuda().addcmul_(torch.from_numpy(a).cuda(), torch.from_numpy(b).cuda()).cpu()
-        there = [torch.from_numpy(c).cuda()]
-        torch._foreach_add_(there, [torch.from_numpy(b).cuda()], alpha=0.3)
-        added = there[0].cpu()
+        added = torch.from_numpy(c).cuda().add_(torch.from_numpy(b).cuda(), alpha=0.3).cpu()
     plain = c + np.float32(1) * (a * b)
     assert found.numpy().tobytes() == plain.tobytes(), "the product within it is rounded, as in torch's source"
     arithmetic.fma(b, float(np.float32(0.3)), c, wanted)
