@@ -21,6 +21,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.formats.optim import arithmetic  # noqa: E402
 from ckptstore.frameworks import torch_offload  # noqa: E402
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
 from ckptstore.training import LayerwiseSnapshots, TopKHook  # noqa: E402
@@ -32,6 +33,7 @@ from tests.warm_agents import start_warm  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.device.__main__ import main, measured  # noqa: E402
 from tools.device.queues import Scheduler  # noqa: E402
+from tools.device.roundings import CONTRACTED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -489,6 +491,18 @@ def test_a_step_waits_for_no_device(
     assert not row.hazards
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_replicas_step_waits_for_no_device(tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients leave the device, and digests; of the parameters that the agent computes nothing else."""
+    if not ranks:
+        start_warm(monkeypatch)
+    row = measured(tmp_path / "run", "replica", parameters=6, agent=True, ranks=ranks)
+    assert row.training_waits == 0, row.waits
+    assert row.waits
+    assert row.to_host <= 0.36 * row.state_bytes
+    assert not row.hazards
+
+
 def layer_by_layer(seed: int, mode: str, change: Callable[[pytest.MonkeyPatch], object]) -> bool:
     """Snapshots that are taken layer by layer, while the optimizer's next step is queued -> whether all are right."""
     with simulated(seed) as machine, pytest.MonkeyPatch.context() as patch, torch.cuda.stream(torch.cuda.Stream()):
@@ -586,3 +600,23 @@ def test_the_waits_of_the_threads_that_train_are_counted_apart(monkeypatch: pyte
     monkeypatch.setattr(torch_offload, "register", lambda *_: False)
     row = measured(tmp_path / "run", "full", parameters=2)
     assert row.training_waits == sum(row.waits.values()) > 0
+
+
+def test_contracted_operations_are_rounded_once() -> None:
+    """As `formats.optim` computes them, in another way."""
+    chance = np.random.default_rng(4)
+    a, b, c = (
+        (10.0 ** chance.uniform(-22, 18, 100_000) * chance.choice([-1, 1], 100_000)).astype(np.float32)
+        for _ in range(3)
+    )
+    c[::2] = -a[::2] * b[::2]  # what is left of it is the error of the product
+    wanted = np.empty_like(a)
+    with simulated(roundings=CONTRACTED):
+        found = torch.from_numpy(c).cuda().addcmul_(torch.from_numpy(a).cuda(), torch.from_numpy(b).cuda()).cpu()
+        added = torch.from_numpy(c).cuda().add_(torch.from_numpy(b).cuda(), alpha=0.3).cpu()
+    plain = c + np.float32(1) * (a * b)
+    assert found.numpy().tobytes() == plain.tobytes(), "the product within it is rounded, as in torch's source"
+    arithmetic.fma(b, float(np.float32(0.3)), c, wanted)
+    assert added.numpy().tobytes() == wanted.tobytes()
+    assert wanted.tobytes() != (np.float32(0.3) * b + c).tobytes()
+    assert np.isfinite(wanted).all()

@@ -24,6 +24,7 @@ from tests.forms import LONG, in_turn, long_only  # noqa: E402 - torch decides w
 from tools.bench.training.training_loop import Trainer, tensors  # noqa: E402
 from tools.bench.training.training_strategies import AbsentError  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
+from tools.device.roundings import UNKNOWN  # noqa: E402
 from tools.gpu import bus, case, ways  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,7 +164,7 @@ def test_every_way_on_the_cpu(tmp_path: Path, way: str, numpy_elsewhere: None) -
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("way", "seed"), in_turn(("full", "topk"), (0, 5)) + MORE)
+@pytest.mark.parametrize(("way", "seed"), in_turn(("full", "topk", "replica"), (0, 5)) + MORE)
 def test_ways_on_a_simulated_device(tmp_path: Path, way: str, seed: int, numpy_elsewhere: None) -> None:
     with simulated(seed) as machine:
         found = checked(way, tmp_path, "cuda")
@@ -174,9 +175,11 @@ def test_ways_on_a_simulated_device(tmp_path: Path, way: str, seed: int, numpy_e
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.filterwarnings("ignore")
-def test_a_replica_of_parameters_on_a_device_is_absent_with_the_reason(tmp_path: Path) -> None:
-    with simulated(), pytest.raises(AbsentError, match="parameters are on cuda:0"):
-        case.measured("replica", case.Load("cuda", 32, 1, 1, 8), PLAN, tmp_path)
+def test_a_replica_on_a_device_of_unknown_arithmetic_is_absent_with_the_reason(
+    tmp_path: Path, numpy_elsewhere: None
+) -> None:
+    with simulated(roundings=UNKNOWN), pytest.raises(AbsentError, match=r"on cuda:0 rounds .* numbers of a probe"):
+        case.measured("replica", case.Load("cuda", 64, 1, 1, 8), PLAN, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")

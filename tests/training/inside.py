@@ -11,6 +11,7 @@ import torch
 from ckptstore.training import Checkpointer, LayerwiseSnapshots
 from ckptstore.training.capture import planned_saves
 from ckptstore.training.layerwise import layer_sources
+from ckptstore.training.replica import arithmetic_probe
 
 __all__ = [
     "MOST_MISFITS",
@@ -27,6 +28,7 @@ __all__ = [
     "plan_nothing",
     "save_by",
     "waits_for",
+    "without_torchs_kernels",
 ]
 
 MOST_MISFITS = planned_saves._MOST_MISFITS
@@ -128,3 +130,9 @@ def copied_during_backward(checkpointer: Any) -> int:
 def hooks_of(parameter: Any) -> int:
     """The number of hooks on its gradient."""
     return len(parameter._post_accumulate_grad_hooks or ())
+
+
+def without_torchs_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Let an agent compute steps only with the exact variants: `arithmetic_probe._VARIANTS`. On many processors torch's
+    kernels give the same bits as one of them."""
+    patch.setattr(arithmetic_probe, "_VARIANTS", {})

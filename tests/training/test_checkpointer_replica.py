@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.agent import AgentRestartWarning, AgentWriter  # noqa: E402
+from ckptstore.agent.client.replica_client import ReplicaClient  # noqa: E402
 from ckptstore.agent.protocol.replica_recipe import Proof  # noqa: E402
 from ckptstore.errors import UsageError, WriterClosedError  # noqa: E402
+from ckptstore.formats import digest  # noqa: E402
 from ckptstore.host.batched_copies import BatchedCopies  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.host.threads import workers  # noqa: E402
@@ -282,6 +284,21 @@ def test_one_bit_is_found_in_the_tensor_that_has_it() -> None:
         assert proof.differs(wanted, some.pool) == [2, 3]
 
 
+def test_a_tensor_may_have_one_digest_which_a_device_computes() -> None:
+    images = [np.zeros(nbytes, np.uint8) for nbytes in (5, 9 << 20, 1, 0)]
+    proof = Proof(images, summed={1, 3})
+    assert proof.slots == [0, 1, 2, 3]
+    wanted = np.zeros(len(proof), np.uint64)
+    with workers(2, "test") as some:
+        proof.into(wanted, some.pool)
+        assert [int(wanted[1]), int(wanted[3])] == [digest.digest(images[1]), digest.digest(images[3])]
+        elsewhere = np.full(len(proof), 7, np.uint64)
+        Proof([images[0], None, images[2], images[3]], summed={1, 3}).into(elsewhere, some.pool)
+        assert [int(one) for one in elsewhere] == [int(wanted[0]), 7, int(wanted[2]), int(wanted[3])]
+        images[1][(5 << 20) + 3] ^= 1
+        assert proof.differs(wanted, some.pool) == [1]
+
+
 def test_gradients_are_sent_during_backward_until_that_is_useless(tmp_path: Path, wholes: list[int]) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(128, 256)
@@ -401,9 +418,11 @@ class Small(torch.nn.Module):  # type: ignore[misc]
         return self.layer(x).square().mean()
 
 
-def small(store: Path, steps: int, each: Any, **options: Any) -> tuple[Checkpointer, Small]:
+def small(
+    store: Path, steps: int, each: Any, *, made: type[Small] = Small, **options: Any
+) -> tuple[Checkpointer, Small]:
     """Train it; `each` is called with the Checkpointer, the model, and the step, in place of a bare `step`."""
-    model = Small()
+    model = made()
     model.optimizer = optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     kept = Checkpointer(
         store, model=model, optimizer=optimizer, strategy="replica", agent=True, linger_seconds=0, **options
@@ -497,6 +516,86 @@ def test_an_agent_that_gets_sigterm_writes_steps_that_are_only_in_memory(tmp_pat
         warnings.simplefilter("ignore", UnsavedStepWarning)
         kept.close()
     assert ckptstore.open(tmp_path / "run").latest_step() == 7
+
+
+def followed(
+    monkeypatch: pytest.MonkeyPatch, hears: Callable[[int], bool] = lambda _: True
+) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
+    """Names of the tensors that each step sends whole once, and of those that the agent computes.
+
+    Args:
+        hears: whether the trainer has the answers before it sends a step. False: they are still under way.
+    """
+    once: dict[int, set[str]] = {}
+    computed: dict[int, set[str]] = {}
+    advance, mismatches = ReplicaClient.advance, ReplicaClient.mismatches
+    sending = [1]
+
+    def spy(self: ReplicaClient, area: Any, told: Any) -> Any:
+        tensors = self.recipe.layout.tensors
+        computed[told.step] = {tensors[number].name for number in self.recipe.made}
+        if told.whole:
+            once[told.step] = {tensors[number].name for one in told.whole for number in one.starts}
+        return advance(self, area, told)
+
+    def heard(self: ReplicaClient) -> Any:
+        sending[0] += 1
+        return mismatches(self) if hears(sending[0]) else []
+
+    monkeypatch.setattr(ReplicaClient, "advance", spy)
+    monkeypatch.setattr(ReplicaClient, "mismatches", heard)
+    return once, computed
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["heard at once", "two steps later"])
+def test_after_a_mismatch_only_the_tensors_concerned_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wholes: list[int], late: bool
+) -> None:
+    once, computed = followed(monkeypatch, lambda step: not late or step % 5 == 1)
+    digests: dict[int, str] = {}
+
+    class Two(Small):
+        """Another layer, which stays proven."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conjugated = self.negated = torch.zeros(())
+            self.other = torch.nn.Linear(128, 128)
+
+        def forward(self, x: Any) -> Any:
+            return self.other(self.layer(x)).square().mean()
+
+    def each(kept: Checkpointer, model: Small, step: int) -> None:
+        if step in (3, 8):
+            with torch.no_grad():
+                model.layer.weight.mul_(0.5)
+        pending = kept.step()
+        if pending is not None:
+            pending.exception()
+        digests[step] = shim_kills.digest([model.state_dict(), model.optimizer.state_dict()])
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        kept, _ = small(tmp_path / "run", 13, each, made=Two)
+        kept.close()
+    lost = {3, 4, 5, 8, 9, 10} if late else {3, 8}
+    after = (6, 11) if late else (4, 9)
+    row = {"model.layer.weight", "optimizer.state.0.exp_avg", "optimizer.state.0.exp_avg_sq"}
+    assert wholes == [1]
+    assert once == dict.fromkeys(after, row)
+    for step, names in computed.items():
+        assert row <= names if step <= after[1] else row.isdisjoint(names), "it was wrong twice: it is sent"
+        assert "model.other.weight" in names
+    store = ckptstore.open(tmp_path / "run")
+    assert [info.step for info in store.checkpoints()] == [step for step in range(1, 14) if step not in lost]
+    for info in store.checkpoints():
+        found = store.load(info.step, framework="torch")
+        assert shim_kills.digest([found["model"], found["optimizer"]]) == digests[info.step]
+    unsaved = [str(one.message) for one in told if issubclass(one.category, UnsavedStepWarning)]
+    assert {int(word) for one in unsaved for word in one.rpartition(": ")[2].split(",")} == lost
+    (remark,) = (str(one.message) for one in told if issubclass(one.category, UnexplainedStepWarning))
+    assert "model.layer.weight became something else" in remark
+    assert "sent whole with the next step, the agent computes the others" in remark
 
 
 def test_a_due_step_that_cannot_be_made_is_named(tmp_path: Path) -> None:

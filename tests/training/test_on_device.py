@@ -20,6 +20,7 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 import ckptstore.agent  # noqa: E402
 from ckptstore import DeltaOptions, DeterminismWarning, RankOptions  # noqa: E402
 from ckptstore.errors import DivergedReplicasError  # noqa: E402
+from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook  # noqa: E402
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
 from tests import warmth  # noqa: E402
@@ -468,3 +469,47 @@ def test_a_killed_run_on_a_gpu(tmp_path: Path, way: str) -> None:
     for _ in range(start):
         never.update()
     same(listed(never.state()), listed(restored), f"{way}: step {start}")
+
+
+def check_replica(place: Path, device: str, optimizer: str) -> tuple[list[int], list[str]]:
+    """Save every step as a replica; each stored step has its bits -> the stored steps, and what was said of steps.
+
+    A device whose arithmetic the agent does not have is said to have one, and its states are sent whole.
+    """
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        script, states = Script(device, optimizer), {}
+        with script.checkpointer(place, strategy="replica", agent=True) as checkpointer:
+            checkpointer.resume()
+            for step in range(1, STEPS + 1):
+                script.update()
+                checkpointer.step()
+                states[step] = script.state()
+                checkpointer.wait()
+    store = ckptstore.open(place)
+    steps = [info.step for info in store.checkpoints()]
+    for step in steps:
+        loaded = store.load(step)
+        for part in ("model", "optimizer"):
+            same(listed(states[step][part]), listed(on_host(loaded[part])), f"{optimizer}, step {step}: {part}")
+    return steps, [str(one.message) for one in told if issubclass(one.category, UnexplainedStepWarning)]
+
+
+def test_a_replica(tmp_path: Path) -> None:
+    steps, told = check_replica(tmp_path / "run", "cpu", "AdamW")
+    assert steps == list(range(1, STEPS + 1))
+    assert not told
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_replica_of_parameters_on_a_gpu(tmp_path: Path, optimizer: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing wrong is stored. The log names the arithmetic of the device's kernels; if none is known, this skips."""
+    caplog.set_level("DEBUG", "ckptstore.training")
+    steps, told = check_replica(tmp_path / "run", "cuda", optimizer)
+    assert steps[-1] == STEPS
+    if told:
+        pytest.skip("; ".join(told))
+    assert steps == list(range(1, STEPS + 1))
+    assert "variant=" in caplog.text

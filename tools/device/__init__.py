@@ -27,6 +27,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import torch
 
@@ -34,6 +35,7 @@ from tools.device import guard
 from tools.device.kernels import Kernels
 from tools.device.machine import Machine
 from tools.device.patches import patched
+from tools.device.roundings import Roundings
 
 __all__ = ["Machine", "simulated", "why_not"]
 
@@ -42,7 +44,7 @@ _ONE = threading.Lock()
 
 
 @contextlib.contextmanager
-def simulated(seed: int = 0, devices: int = 1) -> Iterator[Machine]:
+def simulated(seed: int = 0, devices: int = 1, roundings: Roundings = MappingProxyType({})) -> Iterator[Machine]:
     """Simulate a machine with CUDA devices in this process until the block ends.
 
     Its tensors must not be used afterwards. Backward passes run in the thread that calls them, as its stream requires
@@ -51,6 +53,7 @@ def simulated(seed: int = 0, devices: int = 1) -> Iterator[Machine]:
     Args:
         seed: decides the order of work; 0: everything as late as possible.
         devices: how many.
+        roundings: operations that its kernels compute otherwise than torch does on the CPU (`tools.device.roundings`).
 
     Raises:
         RuntimeError: this torch has CUDA, or is too old; or a machine is simulated already.
@@ -61,7 +64,7 @@ def simulated(seed: int = 0, devices: int = 1) -> Iterator[Machine]:
         raise RuntimeError("a machine is simulated already")
     _forget_devices()
     machine = Machine(seed, devices)
-    kernels = Kernels(machine)
+    kernels = Kernels(machine, roundings)
     try:
         guard.installed()
     except BaseException:

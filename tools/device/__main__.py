@@ -34,9 +34,13 @@ from tools.device import Machine, simulated, why_not
 __all__ = ["Row", "main", "measured"]
 
 STRATEGIES: Final = ("full", "delta", "gradient")
+REPLICA: Final = "replica"
+"""A strategy of an agent alone."""
 STEPS: Final = 9
 MIDDLE: Final = 6
 _WIDTH: Final = 32
+_REPLICATED_WIDTH: Final = 64
+"""An agent does not compute parameters of less than 16 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,8 @@ def measured(
 
     with simulated(seed, devices=max(ranks, 1)) as machine:
         torch.manual_seed(0)
-        layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(parameters // 2)]
+        width = _REPLICATED_WIDTH if strategy == REPLICA else _WIDTH
+        layers = [torch.nn.Linear(width, width) for _ in range(parameters // 2)]
         step = _Step(machine, strategy, torch.nn.Sequential(*layers), agent, ranks)
         if not ranks:
             step.train(place, 0, None)
@@ -143,7 +148,7 @@ class _Step:
                 ) as checkpointer:
                     checkpointer.resume()
                     for step in range(1, STEPS + 1):
-                        inputs = torch.randn(8, _WIDTH, generator=chance).to(device)
+                        inputs = torch.randn(8, model[0].in_features, generator=chance).to(device)
                         model(inputs).square().mean().backward()
                         if step == MIDDLE:
                             self._begin(rank)
@@ -229,7 +234,11 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 
 @click.command(help=__doc__)
 @click.option(
-    "--strategy", "strategies", type=click.Choice(STRATEGIES), multiple=True, help="Only this one; repeat it."
+    "--strategy",
+    "strategies",
+    type=click.Choice((*STRATEGIES, REPLICA)),
+    multiple=True,
+    help="Only this one; repeat it. replica needs --agent.",
 )
 @click.option("--parameters", type=click.IntRange(min=2), default=30, show_default=True, help="Tensors of the model.")
 @click.option(

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from tools.device import memory
 from tools.device.machine import Machine
 from tools.device.memory import Span
+from tools.device.roundings import Roundings
 
 __all__ = ["Kernels"]
 
@@ -30,8 +31,13 @@ _DRAWING: Final = torch.Tag.nondeterministic_seeded
 class Kernels:
     """The kernels of a machine, from `install` to `remove`."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, roundings: Roundings) -> None:
+        """
+        Args:
+            roundings: operations that are computed otherwise than by torch.
+        """
         self._machine = machine
+        self._roundings = roundings
         self._fallback: Any = None
         self._library: Any = None
 
@@ -169,6 +175,7 @@ class Kernels:
             return one.detach().clone()
 
         held = tree_map(later, (list(args), kwargs))
+        rounding = self._roundings.get(op._schema.name)
 
         def call() -> Any:
             its, named = tree_map(lambda one: one.host if isinstance(one, Span) else one, held)
@@ -178,7 +185,7 @@ class Kernels:
                 named = {**named, "pin_memory": None}
             if drawn is not None:
                 named = {**named, "generator": torch.Generator().manual_seed(drawn)}
-            return op(*its, **named)
+            return op(*its, **named) if rounding is None else rounding(op, *its, **named)
 
         return call
 

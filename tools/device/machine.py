@@ -264,6 +264,12 @@ class Machine:
         with self.scheduler.lock:
             return any(start < at + size and at < start + nbytes for at, size in self._copying.values())
 
+    @property
+    def copying(self) -> int:
+        """How many copies to or from memory of the host are queued and have not run."""
+        with self.scheduler.lock:
+            return len(self._copying)
+
     def is_registered(self, tensor: torch.Tensor) -> bool:
         """Whether the host memory of this CPU tensor is registered, so that copies are queued."""
         return self.ranges.holds(*memory.host_span(tensor))

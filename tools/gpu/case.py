@@ -302,8 +302,14 @@ def measured(way: str, load: Load, plan: Plan, folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _closed(strategy: ways.Strategy) -> Iterator[None]:
     """Close the strategy; if the loop failed, its error is the one that is raised."""
+    from ckptstore.host.caller_warnings import UnexplainedStepWarning
+
     try:
         yield
+    except UnexplainedStepWarning as error:  # of a replica: this device computes otherwise than the agent
+        with contextlib.suppress(Exception):
+            strategy.close()
+        raise AbsentError(str(error)) from error
     except BaseException:
         with contextlib.suppress(Exception):
             strategy.close()

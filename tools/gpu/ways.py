@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any, Final
 
@@ -233,6 +234,19 @@ class Steps(Checkpointed):
         return latest
 
 
+class Replicated(Steps):
+    """Steps that an agent repeats. A device whose arithmetic it does not have is reported, and nothing is measured."""
+
+    how = "replica"
+
+    @classmethod
+    def opened(cls, folder: Path, trainer: Trainer, options: Options, *, agent: bool) -> Any:
+        from ckptstore.host.caller_warnings import UnexplainedStepWarning
+
+        warnings.filterwarnings("error", category=UnexplainedStepWarning)  # `case.measured` says what it says
+        return super().opened(folder, trainer, options, agent=agent)
+
+
 def _kind(base: type[Strategy], label: str, **members: Any) -> type[Strategy]:
     return type(base.__name__, (base,), {"label": label, **members})
 
@@ -249,7 +263,7 @@ WAYS: Final[dict[str, type[Strategy]]] = {
     "full-agent": FullByAgent,
     "layer-host": _kind(STRATEGIES["layer-host"], "ckptstore layer-wise, host", settings=settings),
     "layer-device": _kind(STRATEGIES["layer-device"], "ckptstore layer-wise, device", settings=settings),
-    "replica": _kind(Steps, "ckptstore replica", how="replica", by_agent=True),
+    "replica": _kind(Replicated, "ckptstore replica", by_agent=True),
     "topk-agent": _kind(Steps, "ckptstore gradient, top-k, by an agent", compressed=True, by_agent=True),
     "gradient-agent": _kind(Steps, "ckptstore gradient, by an agent", by_agent=True),
     "delta": Delta,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ckptstore.agent.client.agent_launch import RunningAgent
 from ckptstore.agent.client.agent_term import AgentTerm, Begin
+from ckptstore.agent.client.buffer_client import BorrowedBuffer
 from ckptstore.agent.client.inherited_state import Inherited
 from ckptstore.agent.client.replica_client import AREAS, ReplicaClient
 from ckptstore.agent.client.state_transfer import Fill, FilledByOwner, StateTransfer
@@ -18,6 +19,7 @@ from ckptstore.errors import CorruptionError, UsageError
 from ckptstore.formats.history.checkpoint_ref import text_of
 from ckptstore.formats.states.state import FlatState
 from ckptstore.host import interpreter_exit
+from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import warn, warns_last
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.signal_reentry import codes_of, refuse_within
@@ -211,10 +213,25 @@ class AgentWriter(Writer):
             MemoryError: there is not enough memory.
         """
         self._transfer.handed_over()
-        agent = self._agent_term.connected()
-        replica = ReplicaClient.begun(agent.link, self._agent_term.buffers, recipe, areas, self._transfer.promise)
+        agent, transfer = self._agent_term.connected(), self._transfer
+        replica = ReplicaClient.begun(
+            agent.link, self._agent_term.buffers, recipe, areas, (transfer.promise, transfer.in_turn), transfer.replica
+        )
         self._transfer.replica = replica
         return replica
+
+    def lend_beside(self, nbytes: int) -> BorrowedBuffer:
+        """A buffer for tensors that a step sends whole (`WholeTensors`).
+
+        Raises:
+            AgentError: the agent lends no more, or died.
+            MemoryError: there is not enough memory.
+        """
+        return self._agent_term.buffers.lend_beside(self._agent_term.connected().link, nbytes)
+
+    def register(self, memory: Bytes, device: Any) -> None:
+        """Register memory of the agent with a device, in the background, so that copies to it are only queued."""
+        self._transfer.register(memory, device)
 
     def prepare(self, state: Any) -> None:
         """See `Writer.prepare`: the agent allocates and touches its buffers. Returns at once."""

@@ -1,7 +1,8 @@
 """The trainer's side of a replica: fills areas with gradients, sends steps, and receives the agent's answers.
 
 The agent answers after it has repeated the step, so the trainer learns a little later whether the results were equal.
-If they were not, or anything else failed, `ReplicaClient.lost` says why, and the next state has to be sent whole.
+Those that were not (`Mismatch`) have to be sent whole. If anything else failed, `ReplicaClient.lost` says why, and the
+next state has to be sent whole.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self, TypeAlias
 
 from ckptstore.agent.client.agent_link import AgentLink
@@ -21,7 +22,7 @@ from ckptstore.errors import AgentError, AgentLostError
 from ckptstore.formats.states.state import FlatState
 from ckptstore.write.saves.ledger import Labels, PendingSave
 
-__all__ = ["AREAS", "Failed", "Promise", "ReplicaClient", "ReplicaStep"]
+__all__ = ["AREAS", "Arrive", "Failed", "InTurn", "Mismatch", "Promise", "ReplicaClient", "ReplicaStep", "WholeTensors"]
 
 AREAS: Final = 3
 """One that is being filled, and two for an agent that is behind."""
@@ -29,6 +30,61 @@ AREAS: Final = 3
 Failed: TypeAlias = Callable[[BaseException], None]
 Promise: TypeAlias = Callable[[FlatState, int, float], tuple[PendingSave, Failed]]
 """Takes a state, its step, and when training began to wait -> the save, and a callback for its failure."""
+Arrive: TypeAlias = Callable[[], None]
+"""Waits until devices have copied something to the area of a step, and completes the area. Raises their error."""
+InTurn: TypeAlias = Callable[[Arrive | None, Callable[[], None], Failed], None]
+"""Calls a function when earlier requests were sent, and devices have copied (`StateTransfer.in_turn`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The tensors of a step that the agent computed, and that differ from the trainer's.
+
+    Attributes:
+        step: the step. It is not saved.
+        unproven: positions of the tensors, and of each whether it was computed from proven tensors (False: it differs
+            because a tensor of the step before did).
+        newer: no whole state was handed over since.
+    """
+
+    step: int
+    unproven: Mapping[int, bool]
+    newer: bool
+
+
+class _Mismatches:
+    """The mismatches that were not taken yet, of a replica and those before it."""
+
+    def __init__(self) -> None:
+        self._found: list[Mismatch] = []
+        self._lock = threading.Lock()
+
+    def add(self, found: Mismatch) -> None:
+        with self._lock:
+            self._found.append(found)
+
+    def take(self) -> list[Mismatch]:
+        with self._lock:
+            found, self._found = self._found, []
+        return found
+
+    def older(self) -> None:
+        """A whole state was handed over."""
+        with self._lock:
+            self._found = [replace(one, newer=False) for one in self._found]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensors:
+    """Tensors that are sent whole once.
+
+    Attributes:
+        buffer: where they are.
+        starts: the first byte of each, by position in the layout.
+    """
+
+    buffer: BorrowedBuffer
+    starts: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +99,8 @@ class ReplicaStep:
         labels: its metadata and tags.
         persist: write it now. False: keep it in memory, and write it on `close` if it is the newest then.
         began: when training began to wait (``time.monotonic()``).
+        whole: tensors that the agent computed wrongly before.
+        arrive: waits for devices that still fill the area. The step is sent after that, by a thread. None: it is full.
     """
 
     step: int
@@ -53,6 +111,8 @@ class ReplicaStep:
     labels: Labels
     persist: bool
     began: float
+    whole: Sequence[WholeTensors] = ()
+    arrive: Arrive | None = None
 
 
 class ReplicaClient:
@@ -64,7 +124,13 @@ class ReplicaClient:
     """
 
     def __init__(
-        self, link: AgentLink, number: int, recipe: Recipe, areas: Sequence[BorrowedBuffer], promise: Promise
+        self,
+        link: AgentLink,
+        number: int,
+        recipe: Recipe,
+        areas: Sequence[BorrowedBuffer],
+        calls: tuple[Promise, InTurn],
+        mismatches: _Mismatches,
     ) -> None:
         """Use `begun`."""
         self.recipe = recipe
@@ -72,15 +138,26 @@ class ReplicaClient:
         self._link = link
         self._number = number
         self._free = list(areas)
-        self._promise = promise
-        self._differing: list[str] = []
+        self._promise, self._in_turn = calls
+        self._mismatches = mismatches
         self._epoch = 0
         self._closed = False
         self._changed = threading.Condition()
 
     @classmethod
-    def begun(cls, link: AgentLink, buffers: BufferClient, recipe: Recipe, areas: int, promise: Promise) -> Self:
+    def begun(
+        cls,
+        link: AgentLink,
+        buffers: BufferClient,
+        recipe: Recipe,
+        areas: int,
+        calls: tuple[Promise, InTurn],
+        before: ReplicaClient | None,
+    ) -> Self:
         """Begin a replica at the agent.
+
+        Args:
+            before: the replica that this one replaces. Answers to its steps may still come: `mismatches` has them, too.
 
         Raises:
             AgentError, MemoryError: the agent cannot.
@@ -91,7 +168,8 @@ class ReplicaClient:
             lent.extend(buffers.lend_beside(link, recipe.nbytes) for _ in range(areas))
             numbers = [one.number for one in lent]
             answer = link.call("replica", layout=known, recipe=recipe.form(), areas=numbers)
-            return cls(link, answer["replica"], recipe, lent, promise)
+            mismatches = _Mismatches() if before is None else before._mismatches
+            return cls(link, answer["replica"], recipe, lent, calls, mismatches)
         except BaseException:
             for one in lent:
                 one.give_back()
@@ -112,12 +190,11 @@ class ReplicaClient:
         with self._changed:
             self._epoch += 1
             self.lost = "it was given up" if self._closed else None
+        self._mismatches.older()
 
-    def differing(self) -> list[str]:
-        """Names of the tensors found to differ since the last call."""
-        with self._changed:
-            found, self._differing = self._differing, []
-        return found
+    def mismatches(self) -> list[Mismatch]:
+        """The mismatches that were found since the last call, in the order of the steps."""
+        return self._mismatches.take()
 
     def area(self, *, wait: bool) -> BorrowedBuffer | None:
         """Take an area to fill. None: none is free, or with `wait` none will be."""
@@ -136,7 +213,7 @@ class ReplicaClient:
         area.give_back()
 
     def advance(self, area: BorrowedBuffer, told: ReplicaStep) -> PendingSave | None:
-        """Send a step whose area is filled -> its save; None: the state stays in memory.
+        """Send a step whose area is filled, or will be -> its save; None: the state stays in memory.
 
         Raises:
             as `Writer.save_async`, for a step that is to be written.
@@ -148,7 +225,8 @@ class ReplicaClient:
         body = {"step": told.step, "after": told.after, "calls": told.calls, "threads": told.threads}
         body |= {"tree": told.flat.tree, "persist": told.persist}
         body |= {"area": area.number, "replica": self._number}
-        self._ask("advance", body | labels_form(told.labels), failed, area)
+        body["whole"] = [[one.buffer.number, list(one.starts.items())] for one in told.whole]
+        self._ask("advance", body | labels_form(told.labels), failed, (area, told.whole, told.arrive))
         return pending
 
     def persist(self, flat: FlatState, step: int, labels: Labels, began: float) -> PendingSave:
@@ -158,41 +236,57 @@ class ReplicaClient:
             as `Writer.save_async`.
         """
         pending, failed = self._promise(flat, step, began)
-        self._ask("persist", {"step": step} | labels_form(labels), failed, None)
+        self._ask("persist", {"step": step} | labels_form(labels), failed, (None, (), None))
         return pending
 
-    def _ask(self, do: str, body: Mapping[str, Any], failed: Failed | None, area: BorrowedBuffer | None) -> None:
+    def _ask(
+        self,
+        do: str,
+        body: Mapping[str, Any],
+        failed: Failed | None,
+        filled: tuple[BorrowedBuffer | None, Sequence[WholeTensors], Arrive | None],
+    ) -> None:
         epoch = self._epoch
+        area, whole, arrive = filled
 
-        def answered(answer: Future[Message]) -> None:
-            error = answer.exception()
-            names: list[str] = []
-            if error is None:
-                message = answer.result()
-                message.close()
-                names = [str(name) for name in message.body.get("differs", ())]
-                if names:
-                    error = AgentError(f"{names[0]} is not what training has")
+        def over(error: BaseException | None, found: Mismatch | None) -> None:
             with self._changed:
-                self._differing += names
-                if error is not None and epoch == self._epoch and self.lost is None:
+                if found is not None:
+                    self._mismatches.add(found)
+                elif error is not None and epoch == self._epoch and self.lost is None:
                     self.lost = str(error)
                 if area is not None and not self._closed:
                     self._free.append(area)
                 self._changed.notify_all()
             if area is not None and self._closed:
                 area.give_back()
+            for one in whole:
+                one.buffer.give_back()
             if error is not None and failed is not None:
                 lost = isinstance(error, AgentLostError)
                 failed(error if lost else CancelledError(f"the agent could not take the step again: {error}"))
 
+        def answered(answer: Future[Message]) -> None:
+            error = answer.exception()
+            found: Mismatch | None = None
+            if error is None:
+                message = answer.result()
+                message.close()
+                if names := message.body.get("differs", ()):
+                    error = AgentError(f"{names[0]} is not what training has")
+                    unproven = {int(number): bool(fresh) for number, fresh in message.body["unproven"]}
+                    found = Mismatch(body["step"], unproven, epoch == self._epoch)
+            over(error, found)
+
+        def send() -> None:
+            self._link.ask(do, **body).add_done_callback(answered)
+
         try:
-            asked = self._link.ask(do, **body)
+            self._in_turn(arrive, send, lambda error: over(error, None))
         except BaseException as error:
             if failed is not None:
                 failed(error)
             raise
-        asked.add_done_callback(answered)
 
     def close(self) -> None:
         """Give the areas back. Areas that the agent still reads follow when it has answered."""

@@ -240,12 +240,13 @@ class StateTransfer:
         lent: BorrowedBuffer,
         run: Callable[[list[Callable[[], None]]], None],
     ) -> Callable[[], None] | None:
-        def register(device: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile, or no thread can be started
-                self._registers.wake()
-                self._registers.submit(bridge.register, lent.memory, device)
+        return copy_queued(copies, lent.memory, run, partial(self.register, lent.memory))
 
-        return copy_queued(copies, lent.memory, run, register)
+    def register(self, memory: Bytes, device: Any) -> None:
+        """Register memory of the agent with a device, in the background."""
+        with contextlib.suppress(RuntimeError):  # closed meanwhile, or no thread can be started
+            self._registers.wake()
+            self._registers.submit(bridge.register, memory, device)
 
     # -- to the agent, in the order of the steps
 
@@ -271,6 +272,32 @@ class StateTransfer:
             finally:
                 assert given.save is not None
                 given.save.finish()
+
+        self._last = self._agent_term.beside.submit(work)
+
+    def in_turn(
+        self, arrive: Callable[[], None] | None, send: Callable[[], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        """Send a request after all before it: at once, or in a thread once devices have copied what it names.
+
+        Args:
+            arrive: waits for the devices; None: everything is copied.
+            failed: called with the error if that thread cannot send it.
+
+        Raises:
+            what `send` raises, if it is called at once.
+        """
+        if arrive is None and (self._last is None or self._last.done()):
+            send()
+            return
+
+        def work() -> None:
+            try:
+                if arrive is not None:
+                    arrive()  # Prevents: an agent that reads gradients while a device still copies them.
+                send()
+            except BaseException as error:  # noqa: BLE001  # the save reports it
+                failed(error)
 
         self._last = self._agent_term.beside.submit(work)
 
@@ -359,6 +386,7 @@ class StateTransfer:
 
     def close(self) -> None:
         """End the threads, and report the metrics of every save."""
+        self.replica = None  # its areas are unmapped now, and no device has them registered any more
         self._copiers.shutdown()
         self._registers.shutdown()
         self._meter.close()

@@ -7,7 +7,7 @@ be its entries alone: int32 indices, then fp32 values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ckptstore.agent.protocol.message_fields import StateLayout, whole_number
 from ckptstore.errors import AgentError
+from ckptstore.formats import digest
 from ckptstore.formats.checksums import xxh3_64
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.host.batched_copies import run_shared
@@ -67,6 +68,9 @@ class Recipe:
         rows: the parameters that they update.
         made: positions of the tensors that the agent computes or leaves unchanged; digests prove them. All others are
             sent.
+        summed: those in `made` that are proven by their state digest (`formats.digest`), which a device computes.
+        variants: for each group of each optimizer the variant of its arithmetic (`replica_arithmetic`); None: torch's
+            kernels on the agent's CPU. Empty: None for all.
     """
 
     layout: StateLayout
@@ -74,6 +78,12 @@ class Recipe:
     groups: tuple[int, ...]
     rows: tuple[Row, ...]
     made: tuple[int, ...]
+    summed: tuple[int, ...] = ()
+    variants: tuple[tuple[str | None, ...], ...] = ()
+
+    def variant(self, optimizer: int, group: int) -> str | None:
+        """The variant of a group."""
+        return self.variants[optimizer][group] if self.variants else None
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
@@ -104,17 +114,25 @@ class Recipe:
 
     @cached_property
     def _plan(self) -> tuple[dict[int, int], dict[int, int], tuple[int, int]]:
-        at = 0
-
-        def place(number: int) -> int:
-            nonlocal at
-            start, at = at, -(-(at + self.layout.tensors[number].nbytes) // _LINE) * _LINE
-            return start
-
-        gradients = {number: place(row.weight) for number, row in enumerate(self.rows) if row.made}
-        places = {number: place(number) for number in self.sent}
-        count = sum(len(_cut(self.layout.tensors[number].nbytes)) for number in self.made)
+        rows = {number: row.weight for number, row in enumerate(self.rows) if row.made}
+        starts, at = self._placed([*rows.values(), *self.sent])
+        gradients = dict(zip(rows, starts, strict=False))
+        places = dict(zip(self.sent, starts[len(rows) :], strict=True))
+        summed = set(self.summed)
+        count = sum(1 if one in summed else len(_cut(self.layout.tensors[one].nbytes)) for one in self.made)
         return gradients, places, (at, count)
+
+    def packed(self, positions: Sequence[int]) -> tuple[dict[int, int], int]:
+        """The first byte of each of some tensors, one after the other in a buffer, and the bytes of all."""
+        starts, nbytes = self._placed(positions)
+        return dict(zip(positions, starts, strict=True)), nbytes
+
+    def _placed(self, positions: Sequence[int]) -> tuple[list[int], int]:
+        starts, at = [], 0
+        for number in positions:
+            starts.append(at)
+            at = -(-(at + self.layout.tensors[number].nbytes) // _LINE) * _LINE
+        return starts, at
 
     def digests_in(self, memory: Bytes) -> Digests:
         """The digests in an area."""
@@ -128,6 +146,8 @@ class Recipe:
             "groups": list(self.groups),
             "rows": [[row.optimizer, row.group, [list(slot) for slot in row.slots], row.made] for row in self.rows],
             "made": list(self.made),
+            "summed": list(self.summed),
+            "variants": [list(one) for one in self.variants],
         }
 
 
@@ -152,7 +172,15 @@ def read_recipe(form: Any, layout: StateLayout) -> Recipe:
     numbers = tuple(whole_number(number, last) for number in form["made"])
     if len(set(numbers)) != len(numbers):
         raise AgentError("a position occurs twice in 'made'")
-    return Recipe(layout, kinds, groups, tuple(rows), numbers)
+    summed = tuple(whole_number(number, last) for number in form.get("summed", ()))
+    if not set(summed) <= set(numbers):
+        raise AgentError("a position in 'summed' is not in 'made'")
+    variants = tuple(
+        tuple(None if one is None else str(one)[:_TEXT] for one in found) for found in form.get("variants", ())
+    )
+    if variants and tuple(map(len, variants)) != groups:
+        raise AgentError(f"variants of {variants!r:.80} for {groups} groups")
+    return Recipe(layout, kinds, groups, tuple(rows), numbers, summed, variants)
 
 
 def write_entries(gradient: SparseGradient, place: Bytes) -> bool:
@@ -201,32 +229,67 @@ def _cut(nbytes: int) -> list[tuple[int, int]]:
 
 
 class Proof:
-    """Computes the digests of tensors in memory, as often as wanted."""
+    """Computes the digests of tensors in memory, as often as wanted.
 
-    def __init__(self, images: Sequence[Bytes]) -> None:
+    Attributes:
+        slots: position of the first digest of each tensor.
+    """
+
+    def __init__(self, images: Sequence[Bytes | None], summed: Collection[int] = ()) -> None:
         """
         Args:
-            images: bytes of each tensor; they must stay where they are.
+            images: bytes of each tensor; they must stay where they are. None: its digest is computed elsewhere.
+            summed: which of them have one digest, of `formats.digest`; the others have one for each piece.
         """
-        self._pieces = [image[start:end] for image in images for start, end in _cut(len(image))]
-        self._owners = [number for number, image in enumerate(images) for _ in _cut(len(image))]
-        self._jobs = _parted([len(piece) for piece in self._pieces])
+        self.slots: list[int] = []
+        self._owners: list[int] = []
+        self._pieces: list[tuple[int, Bytes]] = []
+        self._sums: list[tuple[int, int, Bytes]] = []  # slot, first word, bytes
+        self._lengths: dict[int, int] = {}  # of those in `summed`, by slot
+        for number, image in enumerate(images):
+            slot = len(self._owners)
+            self.slots.append(slot)
+            pieces = [] if image is None else [(start, image[start:end]) for start, end in _cut(len(image))]
+            if number in summed:
+                self._owners.append(number)
+                if image is not None:
+                    self._lengths[slot] = len(image)
+                    self._sums += [(slot, start // 4, piece) for start, piece in pieces]
+                continue
+            assert image is not None  # only devices digest elsewhere
+            self._owners += [number] * len(pieces)
+            self._pieces += [(slot + at, piece) for at, (_, piece) in enumerate(pieces)]
+        self._jobs = _parted([len(piece) for _, piece in self._pieces])
+        self._sum_jobs = _parted([len(piece) for *_, piece in self._sums])
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._owners)
 
     def into(self, out: Digests, pool: ThreadPoolExecutor) -> None:
-        """Compute the digests into `out`, in this thread and those of `pool`."""
+        """Compute the digests into `out`, in this thread and those of `pool`. Those computed elsewhere stay."""
+        parts = [0] * len(self._sums)
 
-        def job(part: range) -> None:
+        def hashed(part: range) -> None:
+            for slot, piece in self._pieces[part.start : part.stop]:
+                out[slot] = xxh3_64(piece.data)
+
+        def added(part: range) -> None:
             for number in part:
-                out[number] = xxh3_64(self._pieces[number].data)
+                _, word, piece = self._sums[number]
+                parts[number] = digest.partial(piece, word)
 
-        run_shared(pool, [partial(job, part) for part in self._jobs])
+        run_shared(
+            pool, [partial(hashed, part) for part in self._jobs] + [partial(added, one) for one in self._sum_jobs]
+        )
+        totals = dict.fromkeys(self._lengths, 0)
+        for (slot, *_), found in zip(self._sums, parts, strict=True):
+            totals[slot] += found
+        for slot, total in totals.items():
+            out[slot] = digest.combine(total, nbytes=self._lengths[slot])
 
     def differs(self, wanted: Digests, pool: ThreadPoolExecutor) -> list[int]:
         """Positions of the tensors whose digests differ from `wanted`, ascending."""
-        found = np.empty(len(self._pieces), np.uint64)
+        found = np.empty(len(self), np.uint64)
         self.into(found, pool)
         return sorted({self._owners[piece] for piece in np.flatnonzero(found != wanted).tolist()})
 

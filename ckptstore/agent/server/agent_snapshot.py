@@ -23,6 +23,7 @@ __all__ = [
     "AgentSnapshot",
     "Durability",
     "FilledBuffer",
+    "UnprovenState",
     "UnwrittenState",
     "state_in_buffer",
 ]
@@ -77,6 +78,23 @@ class UnwrittenState:
 
 
 @dataclass(frozen=True, slots=True)
+class UnprovenState:
+    """A computed state some of whose tensors differ from the trainer's. It is never written; the next builds on it.
+
+    Attributes:
+        step: its step.
+        layout, buffer: its memory.
+        unproven: positions of the tensors that differ, and of each whether it was computed from proven tensors (False:
+            it differs because a tensor of the step before did).
+    """
+
+    step: int
+    layout: StateLayout
+    buffer: SharedBuffer
+    unproven: Mapping[int, bool]
+
+
+@dataclass(frozen=True, slots=True)
 class AgentSnapshot:
     """The newest state, or the one before.
 
@@ -95,6 +113,11 @@ class AgentSnapshot:
     pending: PendingSave | None
     free: Callable[[], None]
     unwritten: UnwrittenState | None = None
+
+    @property
+    def unproven(self) -> Mapping[int, bool]:
+        """Empty: see `UnprovenState`."""
+        return {}
 
     @property
     def durable(self) -> CheckpointInfo | None:

@@ -68,6 +68,7 @@ class RankKeeper(SnapshotKeeper):
     def settle(self) -> None:
         """See `SnapshotKeeper.settle`."""
         self.pool.recall()
+        self._drop_unproven()
         self._agree_on_last(lambda: None)
 
     def _agree_on_last(self, held_up: Callable[[], None]) -> None:

@@ -1,20 +1,23 @@
 """Computes a replica of the newest state: repeats the optimizers' steps on the state before, and checks digests.
 
-The result is not trusted. The agent compares it with digests of the trainer's tensors. If they differ, it drops the
-state, and the trainer has to hand over a whole one.
+The result is not trusted. The agent compares it with digests of the trainer's tensors. If some differ, the state is
+unproven: it is not written, and the trainer sends these tensors whole with a later step. Until then each step is
+computed from the unproven one, and is unproven, too, unless digests say otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from ckptstore.agent.protocol.message_fields import StateLayout, TensorForm, number, read, read_labels, whole_number
-from ckptstore.agent.protocol.replica_recipe import Proof, Recipe, read_entries, read_recipe
-from ckptstore.agent.server.agent_snapshot import FilledBuffer, UnwrittenState, state_in_buffer
+from ckptstore.agent.protocol.replica_arithmetic import rule_of
+from ckptstore.agent.protocol.replica_recipe import Proof, Recipe, Row, read_entries, read_recipe
+from ckptstore.agent.server.agent_snapshot import FilledBuffer, UnprovenState, UnwrittenState, state_in_buffer
 from ckptstore.agent.server.shared_buffers import SharedBuffer
 from ckptstore.agent.server.snapshot_keeper import SnapshotKeeper
 from ckptstore.errors import AgentError, CkptError, UnsupportedStateError
@@ -22,7 +25,7 @@ from ckptstore.formats import optim
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.optim.step_settings import MAX_COUNT
 from ckptstore.frameworks import bridge
-from ckptstore.host.batched_copies import BatchedCopies
+from ckptstore.host.batched_copies import BatchedCopies, run_shared
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.prefault import populate
 from ckptstore.write.steps.updates import Update
@@ -31,9 +34,10 @@ __all__ = ["ReplicaReplay", "read_replica", "warmed"]
 
 _LATER: Final = 2
 """Any count but 1, for optimizers that keep none: the step that creates SGD's buffer is never repeated."""
+_PART: Final = 1 << 20
+"""Numbers that one thread computes without torch at once."""
 _MOST_AREAS: Final = 16
 _MOST_THREADS: Final = 1 << 12
-_MOST_NAMES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,10 @@ class _OptimizerCall:
     moved: frozenset[int] | None
     scaling: tuple[float | None, float | None]
     sparse: dict[int, int]
+
+    def moves(self, row: int) -> bool:
+        """Whether a row's parameter had a gradient."""
+        return self.moved is None or row in self.moved
 
 
 class ReplicaReplay:
@@ -77,22 +85,23 @@ class ReplicaReplay:
             except MemoryError:
                 return  # the step that needs the memory reports it
 
-    def advance(self, body: Mapping[str, Any]) -> UnwrittenState | list[str]:
-        """Compute the next state -> the state, or the names of the tensors that differ from the trainer's.
+    def advance(self, body: Mapping[str, Any]) -> UnwrittenState | UnprovenState:
+        """Compute the next state. Unproven: some of its tensors differ from the trainer's.
 
         Args:
             body: the ``advance`` message of docs/agent.md.
 
         Raises:
-            AgentError: the message is invalid, or the state that it builds on is not the newest.
+            AgentError: the message is invalid, or the state that it builds on is not the last one.
             MemoryError: there is no memory for another state.
         """
         recipe, keeper = self._recipe, self._keeper
         step, after = whole_number(body["step"]), whole_number(body["after"])
         area = self._areas[whole_number(body["area"])]
         calls = read("calls", body["calls"], self._calls)
-        base = keeper.newest
-        if base is None or base.step != after or base.layout != recipe.layout:
+        whole = read("whole", body.get("whole", ()), self._whole)
+        base = keeper.base(after)
+        if base is None or base.layout != recipe.layout:
             raise AgentError(f"the replica is not at step {after}: a whole state is needed")
         size = recipe.layout.plan.size
         buffer = keeper.pool.take(size)
@@ -103,11 +112,14 @@ class ReplicaReplay:
             entries = {row: self._entries(area, row, count) for call in calls for row, count in call.sparse.items()}
             for call in calls:
                 stage.step(call, self._gradients_of(area))
+                run_shared(keeper.workers, stage.exact_steps(call, area))
             stage.sent(area).run(keeper.workers)
+            stage.put(whole)
             wrong = stage.proof.differs(recipe.digests_in(area.shared.memory), keeper.workers)
             if wrong:
-                keeper.pool.give_back(buffer)
-                return [recipe.layout.tensors[recipe.made[one]].name for one in wrong[:_MOST_NAMES]]
+                follow = self._computed_from(base.unproven) - whole.keys()
+                unproven = {recipe.made[one]: recipe.made[one] not in follow for one in wrong}
+                return UnprovenState(step, recipe.layout, buffer, unproven)
             filled = FilledBuffer(buffer.number, recipe.layout, body["tree"], *read_labels(body))
             return UnwrittenState(
                 step, filled, buffer, state_in_buffer(filled, buffer), self._updates(calls, stage, entries)
@@ -115,6 +127,30 @@ class ReplicaReplay:
         except BaseException:
             keeper.pool.give_back(buffer)
             raise
+
+    def _whole(self, form: Any) -> dict[int, Bytes]:
+        """The bytes of each tensor that is sent whole once, by position."""
+        made, found = set(self._recipe.made), {}
+        for buffer, tensors in form:
+            memory = self._keeper.pool.lent(whole_number(buffer)).shared.memory
+            for position, start in tensors:
+                place, begin = whole_number(position), whole_number(start)
+                if place not in made:
+                    raise AgentError(f"tensor {place} is not one that the agent computes")
+                end = begin + self._recipe.layout.tensors[place].nbytes
+                if end > len(memory):
+                    raise AgentError(f"tensor {place} ends at byte {end} of {len(memory)}")
+                found[place] = memory[begin:end]
+        return found
+
+    def _computed_from(self, unproven: Collection[int]) -> set[int]:
+        """Positions of the tensors that are computed from tensors of which one is unproven."""
+        found = set(unproven)
+        for row in self._recipe.rows:
+            positions = {number for _, number in row.slots}
+            if not positions.isdisjoint(unproven):
+                found |= positions
+        return found
 
     def _calls(self, form: Any) -> list[_OptimizerCall]:
         found = []
@@ -221,7 +257,8 @@ class _Stage:
         offsets, forms = recipe.layout.plan.offsets, recipe.layout.tensors
         self._starts = [offsets[one.name] for one in forms]
         self._images = [self._memory[at : at + one.nbytes] for at, one in zip(self._starts, forms, strict=True)]
-        self.proof = Proof([self._images[number] for number in recipe.made])
+        summed = {place for place, number in enumerate(recipe.made) if number in set(recipe.summed)}
+        self.proof = Proof([self._images[number] for number in recipe.made], summed)
         self._copies: dict[int, BatchedCopies] = {}
         self._rows: list[list[list[int]]] = [[[] for _ in range(count)] for count in recipe.groups]
         for place, row in enumerate(recipe.rows):
@@ -246,10 +283,65 @@ class _Stage:
         if steps is None:
             return
         found = [
-            [gradients[row] if call.moved is None or row in call.moved else None for row in group]
-            for group in self._rows[call.optimizer]
+            [
+                None if self._recipe.variant(call.optimizer, place) or not call.moves(row) else gradients[row]
+                for row in group
+            ]
+            for place, group in enumerate(self._rows[call.optimizer])
         ]
         steps.step(call.settings, found, call.scaling)
+
+    def exact_steps(self, call: _OptimizerCall, area: SharedBuffer) -> list[Callable[[], None]]:
+        """Jobs that perform one step of an optimizer for the parameters whose groups have a variant.
+
+        Raises:
+            AgentError: there is no such variant, or these parameters have no such step.
+        """
+        jobs: list[Callable[[], None]] = []
+        for place, group in enumerate(self._rows[call.optimizer]):
+            variant = self._recipe.variant(call.optimizer, place)
+            moved = [one for one in group if call.moves(one)]
+            if variant is None or not moved:
+                continue
+            if call.scaling != (None, None):
+                raise AgentError(f"variant {variant!r} has no step that a scaler scales")
+            for at in moved:
+                row = self._recipe.rows[at]
+                try:
+                    kind = self._recipe.kinds[call.optimizer]
+                    rule = rule_of(kind, call.settings[place], variant, self._count_after(row, area))
+                    slots = dict(row.slots)
+                    state = [self._floats(self._images[slots[name]], slots[name]) for name in rule.slots]
+                except (CkptError, LookupError, TypeError, ValueError) as error:
+                    raise AgentError(f"variant {variant!r:.40}: {error}") from error
+                start = self._recipe.gradients[at]
+                gradient = area.shared.memory[start : start + 4 * len(state[0])].view(np.float32)
+                jobs += [
+                    partial(
+                        optim.advance,
+                        rule,
+                        [one[begin : begin + _PART] for one in state],
+                        gradient[begin : begin + _PART],
+                    )
+                    for begin in range(0, len(gradient), _PART)
+                ]
+        return jobs
+
+    def _floats(self, image: Bytes, number: int) -> Any:
+        if self._recipe.layout.tensors[number].dtype != "F32":
+            raise AgentError("only parameters and slots in F32 have variants")
+        return image.view(np.float32)
+
+    def _count_after(self, row: Row, area: SharedBuffer) -> int:
+        """How many steps a parameter was updated in, with this one: the count is sent, and not put here yet."""
+        place = dict(row.slots).get("step")
+        start = None if place is None else self._recipe.places.get(place)
+        if place is None or start is None:
+            return _LATER
+        form = self._recipe.layout.tensors[place]
+        if form.dtype != "F32" or form.nbytes != 4:
+            raise AgentError(f"a count of steps is {form.dtype}")
+        return int(area.shared.memory[start : start + 4].view(np.float32)[0])
 
     def sent(self, area: SharedBuffer) -> BatchedCopies:
         """The copies of the tensors that are sent."""
@@ -263,6 +355,11 @@ class _Stage:
                 ]
             )
         return copies
+
+    def put(self, whole: Mapping[int, Bytes]) -> None:
+        """Replace computed tensors, by position."""
+        for place, found in whole.items():
+            self._images[place][:] = found
 
     def count(self, slots: Sequence[tuple[str, int]]) -> int:
         """How many steps a parameter was updated in."""

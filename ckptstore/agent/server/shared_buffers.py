@@ -15,6 +15,8 @@ from ckptstore.host.prefault import populate
 __all__ = ["SharedBuffer", "SharedBuffers"]
 
 _PASSED: Final = 4
+_MOST_BESIDE: Final = 8
+"""Buffers that may be lent beside those of states: areas of two replicas, a state that is computed, whole tensors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +85,7 @@ class SharedBuffers:
             MemoryError: there is not enough memory.
         """
         with self._lock:
-            if sum(one.lent for one in self._buffers.values()) > 2 * self._limit + 2:
+            if sum(one.lent for one in self._buffers.values()) > 2 * self._limit + _MOST_BESIDE:
                 raise AgentError("too many buffers are lent: give back or save what was lent")
             return self._taken(nbytes)
 

@@ -14,7 +14,13 @@ import numpy as np
 from ckptstore.agent.protocol.message_fields import read
 from ckptstore.agent.protocol.state_hash import hash_of
 from ckptstore.agent.protocol.update_fields import read_updates
-from ckptstore.agent.server.agent_snapshot import AgentSnapshot, FilledBuffer, UnwrittenState, state_in_buffer
+from ckptstore.agent.server.agent_snapshot import (
+    AgentSnapshot,
+    FilledBuffer,
+    UnprovenState,
+    UnwrittenState,
+    state_in_buffer,
+)
 from ckptstore.agent.server.shared_buffers import SharedBuffers
 from ckptstore.agent.server.shutdown_wait import ShutdownWait
 from ckptstore.errors import CkptError
@@ -50,6 +56,7 @@ class SnapshotKeeper(ABC):
         self.newest: AgentSnapshot | None = None
         self.lost: str | None = None
         self._before: AgentSnapshot | None = None  # the state before the newest, if two are kept
+        self._unproven: tuple[UnprovenState, Callable[[], None]] | None = None  # newer than the newest
         self._keeps_two = False
         self.run = store.run
         self._store = store
@@ -186,6 +193,23 @@ class SnapshotKeeper(ABC):
         self.pool.take_back(made.buffer)
         self._keep(AgentSnapshot(made.step, made.filled.layout, made.buffer, made.flat, None, free, made))
 
+    def keep_unproven(self, made: UnprovenState) -> None:
+        """Keep a state that is not proven, until the next state: only to compute that from it."""
+        free = self.pool.hold(made.buffer)
+        self.pool.take_back(made.buffer)
+        self._drop_unproven()
+        self._unproven = made, free
+
+    def _drop_unproven(self) -> None:
+        found, self._unproven = self._unproven, None
+        if found is not None:
+            found[1]()
+
+    def base(self, step: int) -> AgentSnapshot | UnprovenState | None:
+        """The state of a step, from which the next one is computed. None: it is not the last one."""
+        last = self.newest if self._unproven is None else self._unproven[0]
+        return last if last is not None and last.step == step else None
+
     def persist(
         self, told: Callable[[PendingSave], None], labels: tuple[Mapping[str, Any] | None, Sequence[str]] | None = None
     ) -> None:
@@ -228,6 +252,7 @@ class SnapshotKeeper(ABC):
         """From now on the trainer gives states that are only in memory."""
 
     def _keep(self, newest: AgentSnapshot | None) -> None:
+        self._drop_unproven()
         with self._lock:
             gone = [self._before]
             before, self.newest = self.newest, newest
@@ -260,6 +285,7 @@ class SnapshotKeeper(ABC):
     def settle(self) -> None:
         """The trainer is gone: drop buffers that it was filling, and write what is pending. Raises nothing."""
         self.pool.recall()
+        self._drop_unproven()
         self.persist_quietly()
         with contextlib.suppress(CkptError):  # no trainer hears it: `AgentSnapshot.durable` says it
             self.wait()

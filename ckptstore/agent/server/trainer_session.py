@@ -25,7 +25,7 @@ from ckptstore.agent.protocol.message_fields import (
     whole_number,
 )
 from ckptstore.agent.protocol.package_version import package
-from ckptstore.agent.server.agent_snapshot import FilledBuffer, UnwrittenState
+from ckptstore.agent.server.agent_snapshot import FilledBuffer, UnprovenState, UnwrittenState
 from ckptstore.agent.server.replica_replay import ReplicaReplay, read_replica, warmed
 from ckptstore.agent.server.shared_buffers import SharedBuffer
 from ckptstore.agent.server.snapshot_keeper import SnapshotKeeper
@@ -36,6 +36,7 @@ from ckptstore.write.saves.ledger import PendingSave
 __all__ = ["SessionEnd", "TrainerSession"]
 
 _LAYOUTS: Final = 16
+_MOST_NAMES: Final = 1000
 
 
 class SessionEnd(enum.Enum):
@@ -274,9 +275,11 @@ class TrainerSession:
             except BaseException as error:
                 self._forgone(body, error)
                 raise
-            if isinstance(made, list):
-                self._forgone(body, AgentError(f"{made[0]} is not what training has"))
-                return {"differs": made}
+            if isinstance(made, UnprovenState):
+                names = [made.layout.tensors[number].name for number in made.unproven]
+                self._keeper.keep_unproven(made)
+                self._forgone(body, AgentError(f"{names[0]} is not what training has"))
+                return {"differs": names[:_MOST_NAMES], "unproven": [list(one) for one in made.unproven.items()]}
             self._keeper.keep(made)
             if body["persist"]:
                 self._persisted(made.step, None)
@@ -284,7 +287,7 @@ class TrainerSession:
 
         self._in_turn(number, work)
 
-    def _made(self, replica: ReplicaReplay, body: dict[str, Any]) -> UnwrittenState | list[str]:
+    def _made(self, replica: ReplicaReplay, body: dict[str, Any]) -> UnwrittenState | UnprovenState:
         try:
             return read("advance", body, replica.advance)
         except RuntimeError as error:  # torch's, if an optimizer cannot use what it was given

@@ -6,16 +6,21 @@ changed it. If that happens in several steps, gradients are not copied during ba
 ``GradScaler``, because torch does not count unscaling as a change.
 
 With a compressor (`TopKHook`) only the entries of a gradient that are left are copied, before the optimizer's step.
+
+Gradients on a CUDA device are copied whole before the optimizer's step, also compressed ones. The device does that: the
+copies are queued, and the step that is queued afterwards waits for them on the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -26,11 +31,14 @@ from ckptstore.agent.client.replica_client import ReplicaClient
 from ckptstore.agent.protocol.replica_recipe import Recipe, write_entries
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats.optim import SparseGradient
+from ckptstore.formats.sources import TensorSource
 from ckptstore.frameworks.torch_optimizers import settings_of
-from ckptstore.frameworks.torch_tensors import counted_changes, from_buffer, on_host
+from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes, from_buffer, on_host
 from ckptstore.host.batched_copies import BatchedCopies
+from ckptstore.host.buffers import Bytes
 from ckptstore.training.optimizers.optimizer_tracker import Compressor
 from ckptstore.training.replica.replicable_state import Replicable
+from ckptstore.write.capture.snapshot import copy_queued
 
 __all__ = ["ConsumedGradients", "ConsumedStep"]
 
@@ -50,12 +58,26 @@ class ConsumedStep:
         calls: the optimizers' steps, as in `agent.client.replica_client.ReplicaStep`.
         why: why the agent cannot repeat the step; None: it can.
         early: for each row whose gradient was copied during backward, its address and version.
+        arriving: functions that wait for devices that still copy to the area.
     """
 
     area: BorrowedBuffer | None = None
     calls: list[Any] = field(default_factory=list)
     why: str | None = None
     early: dict[int, tuple[int, int]] = field(default_factory=dict)
+    arriving: list[Callable[[], None]] = field(default_factory=list)
+
+    def arrive(self) -> None:
+        """Wait until no device copies to the area any more. Raises the error of a copy."""
+        for one in self.arriving:
+            one()
+
+    def settle(self) -> None:
+        """As `arrive`, for an area that is given up. Raises nothing."""
+        # Prevents: an agent that uses the area for something else while a device still copies to it.
+        for one in self.arriving:
+            with contextlib.suppress(Exception):  # a failed device copies no more
+                one()
 
 
 class ConsumedGradients:
@@ -67,12 +89,14 @@ class ConsumedGradients:
         pool: ThreadPoolExecutor,
         compressor: Compressor | None = None,
         *,
+        register: Callable[[Bytes, Any], None],
         early: bool,
         counted: bool = False,
     ) -> None:
         """
         Args:
             pool: the threads that copy.
+            register: registers an area with a device, in the background.
             compressor: knows which entries of the gradients are left; None: gradients are dense.
             early: copy gradients during backward. Ignored with a compressor, which changes them after that.
             counted: count the entries of every compressed gradient. For ranks: torch does not count ``all_reduce`` of a
@@ -81,10 +105,13 @@ class ConsumedGradients:
         self._optimizers = list(optimizers)
         self._pool = pool
         self._compressor = compressor
+        self._register = register
+        self._instead: Mapping[tuple[int, int], Mapping[str, Any]] = {}
         self._hooks: list[Any] = []
         self._early_hooks: list[Any] = []
         self._replicated: ReplicaClient | None = None
         self._rows: list[list[tuple[int, torch.Tensor, bool]]] = []
+        self._devices: list[torch.device] = []  # of the parameters, by row
         self._rooms: dict[int, dict[int, torch.Tensor]] = {}
         self._step = ConsumedStep()
         self._stashed: dict[int, Any] = {}
@@ -92,11 +119,22 @@ class ConsumedGradients:
         self._useless_steps = 0 if early and compressor is None else _MOST_USELESS
         self._counted = counted  # the entries of a gradient are counted before they are taken for all of it
 
-    def attach(self, replicated: ReplicaClient, form: Replicable) -> None:
-        """Copy what is consumed from now on to this replica."""
+    def attach(
+        self,
+        replicated: ReplicaClient,
+        form: Replicable,
+        instead: Mapping[tuple[int, int], Mapping[str, Any]] = MappingProxyType({}),
+    ) -> None:
+        """Copy what is consumed from now on to this replica.
+
+        Args:
+            instead: settings that replace those of a group at the agent, by the positions of its optimizer and group.
+        """
         self.detach()
         self._replicated = replicated
+        self._instead = instead
         self._rows = [[] for _ in self._optimizers]
+        self._devices = [parameter.device for parameter in form.parameters]
         for number, (row, parameter) in enumerate(zip(form.recipe.rows, form.parameters, strict=True)):
             self._rows[row.optimizer].append((number, parameter, row.made))
         for place, optimizer in enumerate(self._optimizers):
@@ -106,7 +144,8 @@ class ConsumedGradients:
             return
         for rows in self._rows:
             for number, parameter, made in rows:
-                if made and parameter.requires_grad and parameter.is_leaf and parameter.nbytes >= _WORTH:
+                worth = parameter.nbytes >= _WORTH and on_host(parameter)
+                if made and parameter.requires_grad and parameter.is_leaf and worth:
                     hook = self._guarded(partial(self._accumulated, number))
                     register: Any = parameter.register_post_accumulate_grad_hook  # torch has no types for it
                     self._early_hooks.append(register(hook))
@@ -129,9 +168,10 @@ class ConsumedGradients:
 
     def dropped(self) -> None:
         """A whole state is sent instead: release what was consumed."""
-        area = self.taken().area
-        if area is not None and self._replicated is not None:
-            self._replicated.leave(area)
+        step = self.taken()
+        step.settle()
+        if step.area is not None and self._replicated is not None:
+            self._replicated.leave(step.area)
 
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         def hook(*arguments: Any) -> None:
@@ -157,7 +197,7 @@ class ConsumedGradients:
         if area is None:
             return  # the agent is behind: if training waits for it, then before the optimizer's step
         target = self._room(area)[row]
-        _check_form(gradient, target)
+        _check_form(gradient, target, parameter.device)
         with torch.no_grad():
             target.copy_(gradient)
         self._step.early[row] = (gradient.data_ptr(), counted_changes(gradient))
@@ -193,12 +233,19 @@ class ConsumedGradients:
             step.why = replicated.lost or "the agent has no memory for it"
             return
         try:
-            settings = [settings_of(optimizer, group) for group in optimizer.param_groups]
+            settings = [
+                settings_of(optimizer, group) | dict(self._instead.get((place, number), {}))
+                for number, group in enumerate(optimizer.param_groups)
+            ]
         except UnsupportedStateError as error:
             step.why = str(error)
             return
+        scaled = [getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")]
+        if any(isinstance(one, torch.Tensor) and not on_host(one) for one in scaled):
+            step.why = "a scaler passes its scale to a fused optimizer on a device"
+            return
         moved, sparse = self._copied(self._rows[place], step.area)
-        scaling = [_value(getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf")]
+        scaling = [_value(one) for one in scaled]
         self._stashed[place] = [place, settings, moved, scaling, sparse]
 
     def _copied(
@@ -213,6 +260,7 @@ class ConsumedGradients:
         room, early = self._room(area), self._step.early
         sparse = self._copied_entries(rows, area)
         copies: list[tuple[int, int, int]] = []
+        queued: dict[str, tuple[TensorSource, Bytes]] = {}
         moved: list[int] = []
         kept = stale = 0
         for row, parameter, made in rows:
@@ -228,13 +276,19 @@ class ConsumedGradients:
                     continue
                 stale += 1
             target = room[row]
-            _check_form(gradient, target)
-            if gradient.is_contiguous() and not gradient.is_neg():
+            _check_form(gradient, target, self._devices[row])
+            if not on_host(gradient):
+                start = self._replicated_recipe().gradients[row]
+                queued[str(row)] = TorchSource(gradient), area.memory[start : start + gradient.nbytes]
+            elif gradient.is_contiguous() and not gradient.is_neg():
                 copies.append((target.data_ptr(), gradient.data_ptr(), gradient.nbytes))
             else:
                 target.copy_(gradient.detach())
         if copies:
             BatchedCopies(copies).run(self._pool)
+        if queued:
+            arrive = copy_queued(queued, area.memory, _in_turn, partial(self._register, area.memory))
+            self._step.arriving += [] if arrive is None else [arrive]
         self._judge(kept, stale)
         return None if len(moved) == len(rows) else moved, [[row, count] for row, count in sparse.items()]
 
@@ -244,9 +298,10 @@ class ConsumedGradients:
         if self._compressor is None:
             return found
         recipe = self._replicated_recipe()
-        entries = self._compressor.consumed([parameter for _, parameter, made in rows if made])
-        for row, parameter, made in rows:
-            sparse = entries.get(parameter) if made else None
+        here = [(row, parameter) for row, parameter, made in rows if made and on_host(parameter)]
+        entries = self._compressor.consumed([parameter for _, parameter in here])
+        for row, parameter in here:
+            sparse = entries.get(parameter)
             if sparse is None:
                 continue
             if self._counted and not _is_all_of(sparse, parameter.grad):
@@ -295,16 +350,21 @@ class ConsumedGradients:
             self._step.why = self._replicated.lost or "a step was taken that was not seen to begin"
 
 
-def _check_form(gradient: torch.Tensor, target: torch.Tensor) -> None:
-    """Raise `UnsupportedStateError` if a gradient does not fit its target."""
+def _check_form(gradient: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
+    """Raise `UnsupportedStateError` if a gradient does not fit its target, or is not where its parameter was."""
     # Prevents: bytes written beyond the target after a parameter got more elements, or read from a device's address.
-    if (gradient.dtype, gradient.shape) != (target.dtype, target.shape) or not on_host(gradient):
+    if (gradient.dtype, gradient.shape, gradient.device) != (target.dtype, target.shape, device):
         raise UnsupportedStateError(
             f"a gradient is {gradient.dtype} {tuple(gradient.shape)} on {gradient.device}, and its parameter was "
-            f"{target.dtype} {tuple(target.shape)} in host memory when the step before was saved"
+            f"{target.dtype} {tuple(target.shape)} on {device} when the step before was saved"
         )
     if gradient.layout is not torch.strided:
         raise UnsupportedStateError(f"a gradient is {gradient.dtype}, {gradient.layout}")
+
+
+def _in_turn(jobs: Sequence[Callable[[], None]]) -> None:
+    for job in jobs:
+        job()
 
 
 def _is_all_of(sparse: SparseGradient, gradient: torch.Tensor | None) -> bool:

@@ -3,47 +3,52 @@
 The first state of a form is sent whole. After that a step costs a copy of the gradients (with a `TopKHook`, of the
 entries that are left, as LowDiff's), a copy of what no optimizer moves (buffers, generators, averages), and a digest of
 what the agent computes. The digest is taken in every step: only a proven state may be written or passed to a successor,
-and the next state is computed from it. After any error the next state is sent whole.
+and the next state is computed from it. Tensors that the agent computed wrongly are sent whole with the next step, and
+the others stay. After any other error the next state is sent whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from ckptstore.agent.client.agent_writer import AgentWriter
 from ckptstore.agent.client.buffer_client import BorrowedBuffer
-from ckptstore.agent.client.replica_client import ReplicaClient
+from ckptstore.agent.client.replica_client import ReplicaClient, WholeTensors
 from ckptstore.agent.client.replica_client import ReplicaStep as Told
-from ckptstore.agent.protocol.replica_recipe import Proof
+from ckptstore.agent.protocol.replica_recipe import Digests, Proof
 from ckptstore.errors import AgentError, AgentLostError, UnmadeStateError, UsageError
 from ckptstore.formats.byte_text import size
-from ckptstore.formats.states.state import FlatState
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
+from ckptstore.frameworks.torch_offload import copy_queue
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.host.batched_copies import BatchedCopies
+from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
-from ckptstore.host.threads import default_threads, started_pool
+from ckptstore.host.threads import default_threads, run_all, started_pool
 from ckptstore.training.capture.capture_plan import StatePlan
+from ckptstore.training.replica.arithmetic_probe import Probed, Probes, UnknownArithmeticError
 from ckptstore.training.replica.consumed_gradients import ConsumedGradients, ConsumedStep
 from ckptstore.training.replica.replicable_state import Replicable
+from ckptstore.training.replica.unproven_tensors import UnprovenTensors
 from ckptstore.training.settings import SaveSettings
 from ckptstore.training.state_saves import StateSaves
+from ckptstore.write.capture.snapshot import copy_queued
 from ckptstore.write.saves.ledger import Labels, PendingSave
 from ckptstore.write.writer import Writer
 
 __all__ = ["ReplicaSaves"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
-_OFTEN: Final = 2
-"""Wrong results after which the agent does not compute a tensor any more: it is sent."""
 _PLANS: Final = 4
 """Consecutive plans that did not hold for a step. After that the state is flattened in every step."""
 
@@ -72,8 +77,15 @@ class ReplicaSaves(StateSaves):
         # Of ranks gradients are final when they were averaged, which a parameter's hook does not see.
         early = not self._captured.scaled and not self._ranked
         self._consumed = ConsumedGradients(
-            self._captured.optimizers, self._pool, settings.compressor, early=early, counted=self._ranked
+            self._captured.optimizers,
+            self._pool,
+            settings.compressor,
+            register=writer.register,
+            early=early,
+            counted=self._ranked,
         )
+        self._probes = Probes()
+        self._unlike = False  # a device's arithmetic is not one that the agent computes: states are sent whole
         self._replicated: ReplicaClient | None = None
         self._form: _Form | None = None
         self._plan: StatePlan | None = None
@@ -82,7 +94,7 @@ class ReplicaSaves(StateSaves):
         self._held: FlatState | None = None  # that step, flattened, while it is only in memory
         self._given_save: PendingSave | None = None  # the newest step's save, once it has begun
         self._owed = False  # it is only in memory
-        self._wrong: Counter[str] = Counter()
+        self._unproven = UnprovenTensors()
         self._remarked = False
 
     def offer(
@@ -90,8 +102,10 @@ class ReplicaSaves(StateSaves):
     ) -> PendingSave | None:
         """See `StateSaves.offer`. None also if the medium is too slow for a step: only the agent's memory has it."""
         self._check_process()
+        if self._unlike and not (due or forced):
+            return None
         began = time.monotonic()
-        persist = forced or (due and self._has_place())
+        persist = forced or (due and (self._has_place() or self._unlike))
         try:
             said = _BothLabels.of(metrics, tags)
             self._last = (step, metrics, tags)
@@ -192,6 +206,7 @@ class ReplicaSaves(StateSaves):
     def close(self) -> None:
         """See `StateSaves.close`."""
         self._consumed.detach()
+        self._replicated = self._form = None
         super().close()
         self._pool.shutdown()
 
@@ -204,7 +219,7 @@ class ReplicaSaves(StateSaves):
         self._note_wrong()
         replicated = self._replicated
         follows = replicated is not None and replicated.alive and replicated.lost is None and self._at is not None
-        if follows and step == self._at:
+        if follows and step == self._at and not (persist and self._unproven.lacks(step)):
             assert replicated is not None
             return self._persisted(replicated, step, said.labels, began) if persist else None
         flat = self._flat(step)
@@ -214,17 +229,17 @@ class ReplicaSaves(StateSaves):
         if (
             not forced
             and follows
+            and step != self._at
             and self._form is not None
             and consumed.why is None
             and self._form.fits(flat, self._plan)
         ):
             assert replicated is not None
-            area = consumed.area or replicated.area(wait=True)
-            if area is not None and replicated.lost is None:
-                return self._advanced(replicated, area, step, flat, (consumed, said.labels, persist, began))
-            consumed.area = area
-        if consumed.area is not None and replicated is not None:
-            replicated.leave(consumed.area)
+            consumed.area = consumed.area or replicated.area(wait=True)
+            filled = self._filled(replicated, consumed, flat)
+            if filled is not None:
+                return self._advanced(replicated, step, flat, (consumed, filled, said.labels, persist, began))
+        self._leave(replicated, consumed)
         if consumed.why is not None and follows:
             self._remark(f"{consumed.why}: such a step is handed over as a whole state, as without strategy='replica'")
         return self._whole(step, flat, said, persist=persist or not self._ranked)
@@ -239,26 +254,58 @@ class ReplicaSaves(StateSaves):
     def _advanced(
         self,
         replicated: ReplicaClient,
-        area: BorrowedBuffer,
         step: int,
         flat: FlatState,
-        what: tuple[ConsumedStep, Labels, bool, float],
+        what: tuple[ConsumedStep, _Filled, Labels, bool, float],
     ) -> PendingSave | None:
         """Send what the agent cannot compute, and the digests that prove the rest."""
-        consumed, labels, persist, began = what
+        consumed, filled, labels, persist, began = what
+        assert consumed.area is not None
         assert self._form is not None
         assert self._at is not None
         threads = torch.get_num_threads()
-        told = Told(step, self._at, consumed.calls, threads, flat, labels, persist, began)
+        filling = filled.whole, filled.arrive
+        told = Told(step, self._at, consumed.calls, threads, flat, labels, persist, began, *filling)
         try:
-            self._form.fill(area, flat, self._pool)
-            pending = replicated.advance(area, told)
+            pending = replicated.advance(consumed.area, told)
         except BaseException:
-            replicated.leave(area)
+            filled.drop()
+            self._leave(replicated, consumed)
             raise
+        for one in filled.whole:
+            self._unproven.sent(one.starts, step)
         self._at = step
         self._held = None if persist else flat
+        if self._form.refused != self._unproven.refused:
+            self._begun(flat, self._unproven.refused)  # from the next step on these tensors are always sent
         return pending
+
+    def _filled(self, replicated: ReplicaClient, consumed: ConsumedStep, flat: FlatState) -> _Filled | None:
+        """Fill the area of a step, or queue the copies of devices. None: the state has to be sent whole."""
+        area, form = consumed.area, self._form
+        if area is None or replicated.lost is not None:
+            return None
+        assert form is not None
+        filled = _Filled(list(consumed.arriving), [])
+        try:
+            if due := self._unproven.due(replicated.recipe):
+                form.whole(due, flat, filled, self._agent, self._pool)
+            form.fill(area, flat, filled, self._agent, self._pool)
+        except (AgentError, MemoryError) as error:
+            filled.drop()
+            _LOG.debug("a state is handed over whole: %s", error)
+            return None
+        except BaseException:
+            filled.drop()
+            self._leave(replicated, consumed)
+            raise
+        return filled
+
+    def _leave(self, replicated: ReplicaClient | None, consumed: ConsumedStep) -> None:
+        """Return the area of a step that is not sent."""
+        consumed.settle()
+        if consumed.area is not None and replicated is not None:
+            replicated.leave(consumed.area)
 
     def _whole(self, step: int, flat: FlatState, said: _BothLabels, *, persist: bool) -> PendingSave | None:
         """Send a whole state, from which the agent computes the next ones."""
@@ -269,7 +316,8 @@ class ReplicaSaves(StateSaves):
         else:
             self._agent.hold(flat, step, metadata=said.metadata, tags=said.tags)
         form, replicated = self._form, self._replicated
-        refused = {name for name, times in self._wrong.items() if times >= _OFTEN}
+        refused = self._unproven.refused
+        self._unproven.forget()
         usable = replicated is not None and replicated.alive
         if not usable or form is None or form.refused != refused or not form.fits(flat, self._plan):
             replicated = self._begun(flat, refused)
@@ -285,16 +333,33 @@ class ReplicaSaves(StateSaves):
         before, self._replicated, self._form = self._replicated, None, None
         if before is not None:
             before.close()
-        form = _Form(Replicable.of(flat, self._captured, refused), refused)
+        replicable = Replicable.of(flat, self._captured, refused)
+        probed = self._probed(replicable)
+        if probed is None:
+            return None
+        exact = {place: one.variant for place, one in probed.items() if one.exact and one.variant is not None}
+        form = _Form(replicable.with_variants(exact), refused)
         try:
             self._replicated = self._agent.replicate(form.replicable.recipe)
         except (AgentError, MemoryError) as error:
             self._remark(f"no replica can be kept, and every state is handed over whole: {error}")
             return None
         self._form = form
-        self._consumed.attach(self._replicated, form.replicable)
+        instead = {place: one.settings for place, one in probed.items()}
+        self._consumed.attach(self._replicated, form.replicable, instead)
         _LOG.debug("replica: %s", form)
         return self._replicated
+
+    def _probed(self, form: Replicable) -> dict[tuple[int, int], Probed] | None:
+        """How the agent gets the bits of a device, by the positions of optimizer and group. None: it does not."""
+        if self._unlike:
+            return None
+        try:
+            return self._probes.of(self._captured.optimizers, form)
+        except UnknownArithmeticError as error:
+            self._unlike = True
+            warn(f"strategy='replica': {error}", UnexplainedStepWarning)
+            return None
 
     def _flat(self, step: int) -> FlatState:
         """The flattened state, by plan if one holds."""
@@ -312,21 +377,65 @@ class ReplicaSaves(StateSaves):
         return flat
 
     def _note_wrong(self) -> None:
-        names = [] if self._replicated is None else self._replicated.differing()
-        self._wrong.update(names)
+        replicated = self._replicated
+        if replicated is None:
+            return
+        names = [name for one in replicated.mismatches() for name in self._unproven.heard(one, replicated.recipe)]
         if names:
             self._consumed.differed()
             self._remark(
                 f"replica: {names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} became something else "
                 "than the optimizer's arithmetic says, and that step is not saved (weights that are changed beside the "
-                "optimizer: clamped, averaged, swapped; gradients that a hook changes): a whole state is handed over, "
-                "and where it happens again that tensor is sent in every step"
+                "optimizer: clamped, averaged, swapped; gradients that a hook changes): such tensors are sent whole "
+                "with the next step, the agent computes the others, and where it happens again that tensor is sent in "
+                "every step"
             )
 
     def _remark(self, text: str) -> None:
         if not self._remarked:
             self._remarked = True
             warn(text, UnexplainedStepWarning)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A step that can be sent once devices have copied.
+
+    Attributes:
+        arriving: functions that wait for the devices, and complete the area.
+        whole: tensors that are sent whole: none, or one buffer.
+    """
+
+    arriving: list[Callable[[], None]]
+    whole: list[WholeTensors]
+
+    def copied(
+        self, copies: Mapping[str, tuple[TensorSource, Bytes]], buffer: BorrowedBuffer, agent: AgentWriter, pool: Any
+    ) -> None:
+        """Copy tensors to a buffer; those of devices are only queued once its memory is registered."""
+        if copies:
+            arrive = copy_queued(copies, buffer.memory, partial(run_all, pool), partial(agent.register, buffer.memory))
+            self.arriving.extend([] if arrive is None else [arrive])
+
+    @property
+    def arrive(self) -> Callable[[], None] | None:
+        """Wait for all of it. None: everything is there. Raises the error of a copy."""
+        if not self.arriving:
+            return None
+
+        def wait() -> None:
+            for one in self.arriving:
+                one()
+
+        return wait
+
+    def drop(self) -> None:
+        """It is not sent: give back what only this step uses."""
+        for one in self.arriving:
+            with contextlib.suppress(Exception):  # a failed device copies no more
+                one()
+        for found in self.whole:
+            found.buffer.give_back()
 
 
 class _Form:
@@ -341,11 +450,14 @@ class _Form:
         self.replicable = replicable
         self.refused = refused
         self._recipe = replicable.recipe
-        images = [replicable.sources[number].view() for number in self._recipe.made]
-        self._proof = Proof(images)
+        self._names = [one.name for one in self._recipe.layout.tensors]
+        made, summed = self._recipe.made, set(self._recipe.summed)
+        images = [None if number in summed else replicable.sources[number].view() for number in made]
+        self._proof = Proof(images, {place for place, number in enumerate(made) if number in summed})
+        slots = zip(made, self._proof.slots, strict=True)
+        self._away = {self._names[number]: slot for number, slot in slots if number in summed}
         self._plan: StatePlan | None = None
         self._copies: dict[int, tuple[BatchedCopies, list[int]]] = {}
-        self._names = [one.name for one in self._recipe.layout.tensors]
 
     def __repr__(self) -> str:
         forms, made = self._recipe.layout.tensors, self._recipe.made
@@ -362,21 +474,60 @@ class _Form:
         self._copies.clear()
         return True
 
-    def fill(self, area: BorrowedBuffer, flat: FlatState, pool: Any) -> None:
-        """Copy to an area what is sent, and the digests of what is not."""
+    def fill(self, area: BorrowedBuffer, flat: FlatState, filled: _Filled, agent: AgentWriter, pool: Any) -> None:
+        """Copy to an area what is sent, and the digests of what is not. Devices do their part later.
+
+        Raises:
+            MemoryError: a device has no memory to compute digests.
+        """
+        out = self._recipe.digests_in(area.memory)
+        if self._away:
+            filled.arriving.append(self._digested(flat, out))
         copies, others = self._standing(area)
         copies.run(pool)
+        queued: dict[str, tuple[TensorSource, Bytes]] = {}
         for number in others:
             start, source = self._recipe.places[number], flat.tensors[self._names[number]]
-            source.read(0, area.memory[start : start + source.nbytes])
-        self._proof.into(self._recipe.digests_in(area.memory), pool)
+            target = area.memory[start : start + source.nbytes]
+            if isinstance(source, TorchSource) and source.stream is not None:
+                queued[self._names[number]] = source, target
+            else:
+                source.read(0, target)
+        self._proof.into(out, pool)
+        filled.copied(queued, area, agent, pool)
+
+    def _digested(self, flat: FlatState, out: Digests) -> Callable[[], None]:
+        """Queue the digests of what the agent computes -> a function that waits for them, and puts them in the area."""
+        queue = copy_queue({name: flat.tensors[name] for name in self._away})
+        assert queue is not None
+        try:
+            digests = queue.digests(small=True)
+        finally:
+            queue.gate()
+        if len(digests) < len(self._away):
+            raise MemoryError("a device has no memory to compute digests")
+
+        def arrive() -> None:
+            for name, slot in self._away.items():
+                out[slot] = digests[name]
+
+        return arrive
+
+    def whole(self, positions: Sequence[int], flat: FlatState, filled: _Filled, agent: AgentWriter, pool: Any) -> None:
+        """Copy tensors that the agent computes, by position, to a buffer of their own. Raises as `lend_beside`."""
+        starts, nbytes = self._recipe.packed(positions)
+        buffer = agent.lend_beside(nbytes)
+        filled.whole.append(WholeTensors(buffer, starts))
+        sources = [(self._names[number], flat.tensors[self._names[number]], starts[number]) for number in positions]
+        copies = {name: (one, buffer.memory[start : start + one.nbytes]) for name, one, start in sources}
+        filled.copied(copies, buffer, agent, pool)
 
     def _standing(self, area: BorrowedBuffer) -> tuple[BatchedCopies, list[int]]:
         """The copies of tensors that stay the same objects, and the positions of all others that are sent."""
         found = self._copies.get(area.number)
         if found is not None:
             return found
-        base = area.memory.__array_interface__["data"][0]
+        base = _address(area.memory)
         whole: list[tuple[int, int, int]] = []
         others: list[int] = []
         standing = {} if self._plan is None else self._plan.standing
@@ -393,7 +544,12 @@ class _Form:
 def _lies_there(source: TorchSource) -> bool:
     """Whether a tensor's memory holds its bytes in order: not if it is strided, or lazily conjugated or negated."""
     view = source.view()
-    return view is not None and bool(view.__array_interface__["data"][0] == source.tensor.data_ptr())
+    return view is not None and _address(view) == source.tensor.data_ptr()
+
+
+def _address(memory: Bytes) -> int:
+    address: int = memory.__array_interface__["data"][0]
+    return address
 
 
 @dataclass(frozen=True, slots=True)

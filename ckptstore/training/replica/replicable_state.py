@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -51,11 +51,17 @@ def check_replicable(captured: ScriptState) -> None:
                 settings_of(optimizer, group)
             except UnsupportedStateError as error:
                 raise UsageError(f"strategy='replica': {kind.__qualname__}: {error}; or {other}") from error
-        devices = {str(one.device) for group in optimizer.param_groups for one in group["params"] if not on_host(one)}
+        away = [one for group in optimizer.param_groups for one in group["params"] if not on_host(one)]
+        devices = {str(one.device) for one in away if not one.is_cuda}
         if devices:
             raise UsageError(
-                f"strategy='replica': parameters are on {min(devices)}, and what its kernels round is not known on the "
-                f"CPU, where the agent would take their steps: {other}"
+                f"strategy='replica': parameters are on {min(devices)}, from which gradients can be copied without "
+                f"waiting only if it is a CUDA device: {other}"
+            )
+        if away and captured.scaled and any(group.get("fused") for group in optimizer.param_groups):
+            raise UsageError(
+                f"strategy='replica': a scaler passes its scale to {kind.__qualname__}(fused=True) on "
+                f"{away[0].device}, which is known only after waiting for the device: leave fused out, or {other}"
             )
 
 
@@ -81,7 +87,7 @@ class Replicable:
             refused: names of tensors that the agent has computed wrongly before: they are sent.
         """
         layout = StateLayout.of(flat.tensors)
-        sources = tuple(flat.tensors.values())
+        sources: tuple[Any, ...] = tuple(flat.tensors.values())
         numbers = {source.identity: number for number, source in enumerate(sources)}
         found = list(_rows(captured.optimizers, numbers, sources))
         uses = Counter(number for row, _, _ in found for _, number in row.slots)
@@ -96,8 +102,15 @@ class Replicable:
         made |= set(_still(captured.models, numbers, sources, uses)) - sent
         kinds = tuple(type(one).__name__ for one in captured.optimizers)
         groups = tuple(len(one.param_groups) for one in captured.optimizers)
-        recipe = Recipe(layout, kinds, groups, tuple(rows), tuple(sorted(made)))
+        summed = tuple(number for number in sorted(made) if not on_host(sources[number].tensor))
+        recipe = Recipe(layout, kinds, groups, tuple(rows), tuple(sorted(made)), summed)
         return cls(recipe, tuple(parameter for _, _, parameter in found), sources)
+
+    def with_variants(self, found: Mapping[tuple[int, int], str]) -> Replicable:
+        """The same with the variants of groups, by the positions of optimizer and group."""
+        groups = enumerate(self.recipe.groups)
+        variants = tuple(tuple(found.get((place, number)) for number in range(count)) for place, count in groups)
+        return replace(self, recipe=replace(self.recipe, variants=variants))
 
     def fits(self, flat: FlatState) -> bool:
         """Whether another state has this form, and the tensors that the agent computes are at the same addresses."""
@@ -133,7 +146,8 @@ def _rows(
                     slots.append((name, number))
                     if value.numel() != 1:
                         whole.add(number)
-                        known = known and _plain(value) and value.shape == parameter.shape
+                        alike = value.shape == parameter.shape and value.device == parameter.device
+                        known = known and _plain(value) and alike
                 big = sources[weight].nbytes >= _SMALL
                 yield Row(place, group, tuple(slots), known and big), whole, parameter
 
@@ -154,7 +168,7 @@ def _plain(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
     return (
         (kind is torch.Tensor or kind is torch.nn.Parameter)
-        and on_host(tensor)
+        and (on_host(tensor) or tensor.is_cuda)
         and tensor.is_contiguous()
         and tensor.is_floating_point()
     )
