@@ -155,7 +155,7 @@ def test_a_catalog_is_made_again_from_the_segments(folder: Path) -> None:
 
 def test_checkpoints_in_several_segments_are_put_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptstore.write.deltas.write_full", functools.partial(write_full, limit=30_000))
-    monkeypatch.setattr("ckptstore.write.deltas.write_packed", functools.partial(write_packed, limit=30_000))
+    monkeypatch.setattr("ckptstore.write.delta_encoding.write_packed", functools.partial(write_packed, limit=30_000))
     monkeypatch.setattr(batcher, "write_batch", functools.partial(batch_segments.write_batch, limit=50_000))
     store, run = ckptstore.open(folder, create=True), Training()
     with store.writer(deltas=DeltaOptions(interval=1, compress_fulls=False)) as writer:

@@ -268,7 +268,7 @@ def test_a_big_delta_is_split_over_segments(tmp_path: Path, monkeypatch: pytest.
     from ckptstore.segments.plain_segments import write_full
     from ckptstore.write.delta_encoding import write_packed
 
-    monkeypatch.setattr("ckptstore.write.deltas.write_packed", functools.partial(write_packed, limit=100_000))
+    monkeypatch.setattr("ckptstore.write.delta_encoding.write_packed", functools.partial(write_packed, limit=100_000))
     monkeypatch.setattr("ckptstore.write.deltas.write_full", functools.partial(write_full, limit=100_000))
     states = trajectory(4)
     store = fill(tmp_path / "store", states, 1)
