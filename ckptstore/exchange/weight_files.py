@@ -23,6 +23,7 @@ from ckptstore.formats.states.state import (
     FlatState,
     NumpySource,
     Origin,
+    Parts,
     Tagged,
     TensorSource,
     check_size,
@@ -146,14 +147,14 @@ def flattened(path: Path, state: Any) -> FlatState:
         return flatten(state, _recognise)
 
 
-def _recognise(value: object) -> TensorSource | Tagged | None:
+def _recognise(value: object) -> TensorSource | Tagged | Parts | None:
     if isinstance(value, FileTensor | Tagged):
         return value
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray:  # a `PickledArray` of `torch_files`
         return NumpySource(value.view(np.ndarray))
     if not bridge.torch_in_use():
         return None
-    found: TensorSource | Tagged | None = bridge.tensors().recognise(value)
+    found: TensorSource | Tagged | Parts | None = bridge.tensors().recognise(value)
     return found
 
 

@@ -81,6 +81,7 @@ class LoadOptions:
     threads: int | None = None
     progress: Progress | None = None
     rank: int | None = None
+    keep_foreign: bool = False
 
     def __post_init__(self) -> None:
         if self.framework not in (None, "torch", "numpy"):
@@ -162,7 +163,8 @@ def rebuild(found: RestoreSource, options: LoadOptions) -> Any:
     def resolve(name: str, origin: Origin) -> Any:
         return resolvers[name](name, origin)
 
-    return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
+    make = bridge.object_maker(to_torch=options.to_torch, keep_foreign=options.keep_foreign)
+    return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None, make)
 
 
 def _targets(found: RestoreSource, picked: TensorSelection, options: LoadOptions) -> Targets:

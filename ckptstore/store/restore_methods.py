@@ -43,6 +43,7 @@ class RestoreMethods(StoreHandle):
         threads: int | None = None,
         progress: Progress | bool | None = None,
         rank: int | None = None,
+        keep_foreign: bool = False,
     ) -> Any:
         """Restore the state of a checkpoint, bit for bit.
 
@@ -65,9 +66,12 @@ class RestoreMethods(StoreHandle):
             rank: for a checkpoint that many ranks saved: return this rank's values where the ranks differ (random
                 numbers, data loader). If fewer ranks saved, `rank` modulo their number. None: all tensors of all ranks,
                 and everything else from the first rank.
+            keep_foreign: of an object whose type is not registered (`ckptstore.register`), or of a kind that a later
+                version stored, return the parts, as a `ckptstore.Foreign`.
 
         Raises:
             CheckpointNotFoundError, TensorNotFoundError: no such checkpoint, or nothing matches `select`.
+            UnsupportedStateError: such an object, without `keep_foreign`.
             CorruptSegmentError: a checksum differs; nothing is returned. Tensors of `into` may have been overwritten,
                 with verified bytes only.
             UsageError: `into` has other tensors, dtypes or shapes; nothing was overwritten.
@@ -75,7 +79,9 @@ class RestoreMethods(StoreHandle):
         """
         from ckptstore.restore.load import LoadOptions, load  # imports numpy, which only a load needs
 
-        options = LoadOptions(framework, into, select, device, mmap, verify, threads, as_progress(progress), rank)
+        options = LoadOptions(
+            framework, into, select, device, mmap, verify, threads, as_progress(progress), rank, keep_foreign
+        )
         return self._with_remote_fallback(ref, lambda journal, one: load(journal, one, options))
 
     def _with_remote_fallback(self, ref: str | int, work: Callable[[Journal, str | int], _T]) -> _T:
