@@ -21,6 +21,7 @@ import torch
 
 from ckptstore.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError
 from ckptstore.frameworks.pickled_arrays import ALLOWED, global_name
+from ckptstore.frameworks.pickled_objects import ALLOWED_OBJECTS, DefaultDicts
 
 __all__ = ["load"]
 
@@ -30,19 +31,20 @@ _loading = threading.Lock()
 
 
 @contextlib.contextmanager
-def _allowing() -> Iterator[None]:
-    """Allow the stand-ins of `pickled_arrays`, and remove globals of the same names that the process allows.
+def _allowing(dicts: DefaultDicts) -> Iterator[None]:
+    """Allow the stand-ins of `pickled_arrays` and `pickled_objects`, and remove other globals of the same names.
 
     transformers, for example, allows numpy's own functions while it loads. torch keeps one unordered set, and of two
     entries with the same name uses whichever comes last. That may be numpy's function, for which it may then refuse a
     state.
     """
-    names = {global_name(allowed) for allowed in ALLOWED}
+    ours: list[Any] = [*ALLOWED, *ALLOWED_OBJECTS, (dicts.make, "collections.defaultdict")]
+    names = {global_name(allowed) for allowed in ours}
     taken = [allowed for allowed in torch.serialization.get_safe_globals() if global_name(allowed) in names]
     theirs: AbstractContextManager[None] = torch.serialization.safe_globals(taken)
     theirs.__exit__(None, None, None)  # `__exit__` removes them at once; clearing all would break other loads
     try:
-        with torch.serialization.safe_globals(ALLOWED):
+        with torch.serialization.safe_globals(ours):
             yield
     finally:
         theirs.__enter__()
@@ -51,7 +53,7 @@ def _allowing() -> Iterator[None]:
 def load(path: Path) -> Any:
     """Load the object in a ``.pt`` file. Its tensors are on the CPU and, for a zip archive, mapped from the file.
 
-    numpy arrays of numbers become `PickledArray`. All other objects must be allowed by torch.
+    numpy arrays of numbers become `PickledArray`. All other objects must be allowed by torch or `pickled_objects`.
 
     Raises:
         UnsupportedStateError: loading would run pickled code, or the file is a TorchScript archive.
@@ -60,16 +62,17 @@ def load(path: Path) -> Any:
         StorageError: the file cannot be read.
     """
     try:
-        with _loading, warnings.catch_warnings(), _allowing():
+        dicts = DefaultDicts()
+        with _loading, warnings.catch_warnings(), _allowing(dicts):
             warnings.simplefilter("ignore")  # torch warns about its own storage classes and file versions
             if zipfile.is_zipfile(path):
                 _refuse_script(path)
                 _check_sums(path)
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                return dicts.restored(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
             with _Bounded(io.FileIO(path)) as file:
                 if file.peek(2)[:2] == b"PK":
                     raise FormatError(f"{path}: truncated: the directory at the end of the archive is missing")
-                return torch.load(file, map_location="cpu", weights_only=True)
+                return dicts.restored(torch.load(file, map_location="cpu", weights_only=True))
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from error
     except OSError as error:

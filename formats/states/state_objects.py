@@ -201,7 +201,8 @@ def _take_moment(value: Any) -> Parts:
 def _vars(value: Any) -> dict[str, Any]:
     if not all(type(name) is str for name in vars(value)):
         raise UnsupportedStateError(f"a {type(value).__name__} with a name that is not a str: store vars() of it")
-    return vars(value)
+    found: dict[str, Any] = vars(value)
+    return found
 
 
 def _take_dtype(value: np.dtype[Any]) -> Parts:

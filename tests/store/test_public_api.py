@@ -59,6 +59,7 @@ EXPECTED = [
     "RequestCosts",
     "Spent",
     "Follower",
+    "Foreign",
     "ForeignObjectError",
     "FormatError",
     "FormatFile",
@@ -138,6 +139,7 @@ EXPECTED = [
     "WriterError",
     "__version__",
     "open",
+    "register",
     "repair",
     "verify",
 ]
