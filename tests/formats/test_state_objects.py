@@ -415,6 +415,14 @@ HOSTILE: list[Any] = [
     ["os.system", "true", ""],
     ["deque", {"$object": ["range", 0]}],
 ]
+PHILOX = {
+    "bit_generator": "Philox",
+    "state": {"counter": {"$a": "four"}, "key": {"$a": "two"}},
+    "buffer": {"$a": "four"},
+    "buffer_pos": 4,
+    "has_uint32": 0,
+    "uinteger": 0,
+}
 WITH_ARRAYS: list[Any] = [
     ["np.str", 5],
     ["np.str", {"$a": "words"}],
@@ -431,10 +439,15 @@ WITH_ARRAYS: list[Any] = [
     ["np.generator", {"bit_generator": "MT19937", "state": {"key": {"$a": "key"}, "pos": -1}}],
     ["np.generator", {"bit_generator": "MT19937", "state": {"key": {"$a": "words"}, "pos": 1}}],
     ["np.random_state", {"bit_generator": "MT19937", "state": {"key": {"$a": "key"}, "pos": 1}}],
+    *(["np.generator", PHILOX | {"buffer_pos": at}] for at in (-1, 5)),
+    ["np.generator", PHILOX | {"buffer_pos": 4, "has_uint32": 2}],
+    ["np.generator", PHILOX | {"buffer_pos": 4, "uinteger": 2**32}],
+    ["np.generator", PHILOX | {"buffer_pos": 4, "buffer": {"$a": "two"}}],
     ["registered", 1, "unknown"],
     ["later.kind", 1],
 ]
 ARRAYS = {"words": np.full((2, 3), 2**32 - 1, "<u4"), "key": np.zeros(624, "<u4")}
+ARRAYS |= {"four": np.zeros(4, "<u8"), "two": np.zeros(2, "<u8")}
 
 
 def refused(body: Any, **how: Any) -> None:
@@ -456,8 +469,9 @@ def test_hostile_objects_with_arrays(body: Any) -> None:
 
 
 def test_a_generator_at_the_last_place_of_its_table_is_taken() -> None:
-    tree = {"$object": ["np.generator", {"bit_generator": "MT19937", "state": {"key": {"$a": "key"}, "pos": 624}}]}
-    unflatten(tree, lambda name, _: ARRAYS[name], None, loader(NUMPY, (), keep_foreign=False)).random()
+    for state in ({"bit_generator": "MT19937", "state": {"key": {"$a": "key"}, "pos": 624}}, PHILOX):
+        tree = {"$object": ["np.generator", state]}
+        unflatten(tree, lambda name, _: ARRAYS[name], None, loader(NUMPY, (), keep_foreign=False)).random()
 
 
 def test_a_time_zone_that_this_machine_does_not_have() -> None:
