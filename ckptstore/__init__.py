@@ -73,6 +73,8 @@ if TYPE_CHECKING:
     from ckptstore.formats.segment_files.segment import TensorEntry as TensorEntry
     from ckptstore.formats.states.registered_types import Foreign as Foreign
     from ckptstore.formats.states.registered_types import register as register
+    from ckptstore.formats.states.shard import Shard as Shard
+    from ckptstore.formats.states.shard import Shards as Shards
     from ckptstore.formats.states.state import FlatState as FlatState
     from ckptstore.host.caller_warnings import BranchWarning as BranchWarning
     from ckptstore.host.caller_warnings import DamagedLogWarning as DamagedLogWarning
@@ -168,6 +170,7 @@ _HOMES = {
     "formats.history.records": "FormatFile SegmentEntry",
     "formats.segment_files.segment": "SegmentDoc TensorEntry",
     "formats.states.registered_types": "Foreign register",
+    "formats.states.shard": "Shard Shards",
     "formats.states.state": "FlatState",
     "host.caller_warnings": (
         "BranchWarning DamagedLogWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning"

@@ -456,8 +456,12 @@ def _make_times(value: Any, name: str, code: str) -> Any:
     _need(not name or name == (f"{count}{unit}" if count > 1 else unit))
     if type(value) is int:
         _need(-(2**63) <= value < 2**63)
-        return np.array([value], "<i8").view(dtype)[0]
-    return _array(value, "<i8", 0).view(dtype)
+        made = np.array([value], "<i8").view(dtype)
+    else:
+        made = _array(value, "<i8", 0).view(dtype)
+    # Prevents: a time without unit, which numpy has but neither prints nor compares.
+    _need(code == "m" or bool(name) or bool(np.isnat(made).all()))
+    return made[0] if type(value) is int else made
 
 
 def _check_bits(state: Any) -> None:

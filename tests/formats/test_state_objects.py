@@ -430,6 +430,8 @@ WITH_ARRAYS: list[Any] = [
     ["np.datetime64", "x", "s"],
     ["np.datetime64", 5, "eval"],
     ["np.datetime64", 5, "1s"],
+    ["np.datetime64", 5],
+    ["np.datetime64", {"$a": "numbers"}],
     ["np.datetime64", {"$a": "words"}, "s"],
     ["np.timedelta64", {"$int": str(2**63)}, "s"],
     ["np.generator", {}],
@@ -447,7 +449,7 @@ WITH_ARRAYS: list[Any] = [
     ["later.kind", 1],
 ]
 ARRAYS = {"words": np.full((2, 3), 2**32 - 1, "<u4"), "key": np.zeros(624, "<u4")}
-ARRAYS |= {"four": np.zeros(4, "<u8"), "two": np.zeros(2, "<u8")}
+ARRAYS |= {"four": np.zeros(4, "<u8"), "two": np.zeros(2, "<u8"), "numbers": np.zeros(2, "<i8")}
 
 
 def refused(body: Any, **how: Any) -> None:
