@@ -34,7 +34,7 @@ class _Factory:
         self.known = known
 
 
-_FACTORIES: Final = {one.__name__: _Factory(one) for one in (bool, dict, float, frozenset, int, list, str, tuple)}
+_FACTORIES: Final = {one.__name__: _Factory(one) for one in (bool, dict, float, int, list, str, tuple)}
 
 
 class DefaultDicts:
@@ -49,9 +49,9 @@ class DefaultDicts:
     def make(self, *factory: Any) -> dict[Any, Any]:
         """For ``collections.defaultdict`` in a pickle. Raises `FormatError` if the factory is no known builtin."""
         (known,) = factory or (None,)
-        # torch knows set and complex by their own functions.
-        found = known.known if isinstance(known, _Factory) else known
-        if found not in (None, set, complex, OrderedDict, Counter) and not isinstance(known, _Factory):
+        # These stand for themselves in a pickle that torch reads, and `_frozenset` for its type.
+        found = known.known if isinstance(known, _Factory) else frozenset if known is _frozenset else known
+        if not isinstance(known, _Factory) and found not in (None, set, frozenset, complex, OrderedDict, Counter):
             raise FormatError(f"a pickled defaultdict whose factory is {known!r:.80}")
         made: dict[Any, Any] = {}
         self._made[id(made)] = (made, found)

@@ -46,6 +46,8 @@ VALUES: list[Any] = [
     range(3, 10, 2),
     slice(1, None),
     frozenset([1]),
+    defaultdict(frozenset, {"a": frozenset([1])}),
+    defaultdict(OrderedDict),
 ]
 
 
