@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from ckptstore.formats.kernel_choice import KernelWarning as KernelWarning
     from ckptstore.formats.segment_files.segment import SegmentDoc as SegmentDoc
     from ckptstore.formats.segment_files.segment import TensorEntry as TensorEntry
+    from ckptstore.formats.states.registered_types import Foreign as Foreign
+    from ckptstore.formats.states.registered_types import register as register
     from ckptstore.formats.states.shard import Shard as Shard
     from ckptstore.formats.states.shard import Shards as Shards
     from ckptstore.formats.states.state import FlatState as FlatState
@@ -175,6 +177,7 @@ _HOMES = {
     "formats.kernel_choice": "KernelWarning",
     "formats.history.records": "FormatFile SegmentEntry",
     "formats.segment_files.segment": "SegmentDoc TensorEntry",
+    "formats.states.registered_types": "Foreign register",
     "formats.states.shard": "Shard Shards",
     "formats.states.state": "FlatState",
     "frameworks.flat_states": "flat_state",

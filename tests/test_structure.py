@@ -149,7 +149,7 @@ BORROWED = {
         "_optimizer_load_state_dict_pre_hooks",
     },
     "torch.distributed": {"_split_tensor", "_StridedShard"},
-    "namedtuple": {"_replace"},
+    "namedtuple": {"_asdict", "_fields", "_replace"},
 }
 """Private names of other projects that have no public form."""
 

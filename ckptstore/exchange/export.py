@@ -20,7 +20,7 @@ import numpy as np
 from ckptstore.errors import CkptError, FormatError, TensorNotFoundError, UsageError
 from ckptstore.exchange.atomic_files import OutputFile, Outputs, outputs, refuse_missing_folder, refuse_store
 from ckptstore.exchange.safetensors_files import DTYPES_MEMBER, read_safetensors
-from ckptstore.exchange.torch_archive import TensorReference, TorchObject, is_archive, write_archive
+from ckptstore.exchange.torch_archive import PlainParts, TensorReference, TorchObject, is_archive, write_archive
 from ckptstore.exchange.weight_files import CHECKPOINT_MEMBER, STATE_MEMBER, exported_ref
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.segment_files.layout import TensorSpec, order
@@ -440,7 +440,7 @@ def _write_pt(file: OutputFile, content: _Content) -> list[str]:
         entry = content.entries[name]
         return TensorReference(name, entry.dtype, tuple(entry.shape), entry.nbytes)
 
-    state = unflatten(content.tree, reference, _REVIVE)
+    state = unflatten(content.tree, reference, _REVIVE, lambda _kind, value, _name: PlainParts(value))
     return arrays + write_archive(file, state, content.chunks)
 
 

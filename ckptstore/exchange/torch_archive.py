@@ -20,7 +20,7 @@ import numpy as np
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats.dtypes import DTYPES
 
-__all__ = ["TensorReference", "TorchObject", "is_archive", "write_archive"]
+__all__ = ["PlainParts", "TensorReference", "TorchObject", "is_archive", "write_archive"]
 
 _ALIGN: Final = 64  # as in torch.save, so that torch.load(mmap=True) returns aligned tensors
 _ZIP64_FROM: Final = 1 << 30
@@ -74,6 +74,13 @@ class TorchObject:
     arguments: tuple[Any, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PlainParts:
+    """Represents an object that ``weights_only`` would refuse. Its parts are written in its place."""
+
+    value: Any
+
+
 @dataclass(slots=True)
 class _Pickler:
     """Emits opcodes. Tensors get numbered records in the order of their first use."""
@@ -87,6 +94,9 @@ class _Pickler:
         """Emit any value of a state. `path` names it in messages."""
         if isinstance(value, TensorReference):
             self._tensor(value)
+        elif isinstance(value, PlainParts):
+            self.converted.append(path)
+            self.emit(value.value, path)
         elif isinstance(value, TorchObject):
             self._global("torch", value.name)
             if value.arguments:
@@ -250,7 +260,7 @@ def write_archive(out: Appendable, state: Any, chunks: Callable[[str], Iterable[
 
     Returns:
         The paths of values that were converted, because ``weights_only`` would refuse them: numpy scalars became Python
-        numbers, frozensets became sets.
+        numbers, frozensets became sets, objects their parts.
 
     Raises:
         UnsupportedStateError: such a file cannot store an object. The message names its path.

@@ -29,6 +29,7 @@ from ckptstore.formats.states.state import (
     FlatState,
     NumpySource,
     Origin,
+    Parts,
     Tagged,
     TensorSource,
     check_size,
@@ -152,7 +153,7 @@ def flattened(path: Path, state: Any) -> FlatState:
         return flatten(state, _recognise)
 
 
-def _recognise(value: object) -> TensorSource | Tagged | None:
+def _recognise(value: object) -> TensorSource | Tagged | Parts | None:
     if isinstance(value, Tagged):
         return value
     if isinstance(value, TensorInFiles):
@@ -161,7 +162,7 @@ def _recognise(value: object) -> TensorSource | Tagged | None:
         return NumpySource(value.view(np.ndarray))
     if not bridge.torch_in_use():
         return None
-    found: TensorSource | Tagged | None = bridge.tensors().recognise(value)
+    found: TensorSource | Tagged | Parts | None = bridge.tensors().recognise(value)
     return found
 
 

@@ -15,7 +15,8 @@ from ckptstore.errors import MissingDependencyError, UnsupportedStateError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ckptstore.formats.states.state import FlatState, Recognise, Tagged, TensorSource
+    from ckptstore.formats.states.state import FlatState, Parts, Recognise, Tagged, TensorSource
+    from ckptstore.formats.states.state_objects import Make
     from ckptstore.frameworks.torch_offload import CopyQueue
     from ckptstore.host.buffers import Bytes
 
@@ -28,6 +29,7 @@ __all__ = [
     "environment",
     "environment_differences",
     "flattened",
+    "object_maker",
     "optimizers",
     "process_group",
     "register",
@@ -140,12 +142,12 @@ def source_of(value: object, *, sharded: bool = False, overwritten: bool = False
     import numpy as np  # see `flattened`
 
     from ckptstore.formats.sources import NumpySource
-    from ckptstore.formats.states.state import Tagged
+    from ckptstore.formats.states.state import Parts, Tagged
 
     found = _recogniser(sharded, overwritten)(value)
     if found is None and type(value) is np.ndarray:
         return NumpySource(value)
-    return None if isinstance(found, Tagged) else found
+    return None if isinstance(found, Tagged | Parts) else found
 
 
 def _recogniser(sharded: bool, overwritten: bool) -> Recognise:
@@ -158,7 +160,7 @@ def _recogniser(sharded: bool, overwritten: bool) -> Recognise:
     ]
     placed: dict[object, object] = {}
 
-    def recognise(value: object) -> TensorSource | Tagged | None:
+    def recognise(value: object) -> TensorSource | Tagged | Parts | None:
         kind = type(value)
         if kind is Shard or kind is Shards:
             source = _shards_source(value, overwritten)
@@ -195,8 +197,29 @@ def _shards_source(value: Any, overwritten: bool) -> TensorSource:
     return found
 
 
+_TORCH_KINDS: Final = ("torch.sparse", "torch.generator")
+"""Kinds that need torch. Loaded without it they become a `Foreign`."""
+
+
+def object_maker(*, to_torch: bool, keep_foreign: bool = False) -> Make:
+    """Return what makes the objects of a loaded state, for `state.unflatten`: see `state_objects.loader`.
+
+    Args:
+        to_torch: tensors that were torch tensors are torch tensors again.
+        keep_foreign: see `Store.load`.
+    """
+    from ckptstore.formats.states.state_objects import NUMPY, loader  # imports numpy: see `flattened`
+
+    if not to_torch:
+        return loader(NUMPY, _TORCH_KINDS, keep_foreign=keep_foreign)
+    tensors()  # its error says how to install torch
+    from ckptstore.frameworks.torch_objects import MAKERS  # see `optimizers`
+
+    return loader({**NUMPY, **MAKERS}, (), keep_foreign=keep_foreign)
+
+
 def _refusing(recognise: Recognise) -> Recognise:
-    def refuse(value: object) -> TensorSource | Tagged | None:
+    def refuse(value: object) -> TensorSource | Tagged | Parts | None:
         # Prevents: a restore into a copy of the caller's array, which would not change the array itself.
         if (found := recognise(value)) is not None:
             kind = type(value)

@@ -21,6 +21,7 @@ import torch
 
 from ckptstore.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError
 from ckptstore.frameworks.pickled_arrays import ALLOWED, global_name
+from ckptstore.frameworks.pickled_objects import ALLOWED_OBJECTS, DefaultDicts
 
 __all__ = ["load", "load_as_saved", "load_image"]
 
@@ -30,19 +31,20 @@ _loading = threading.Lock()
 
 
 @contextlib.contextmanager
-def _allowing() -> Iterator[None]:
-    """Allow the stand-ins of `pickled_arrays`, and remove globals of the same names that the process allows.
+def _allowing(dicts: DefaultDicts) -> Iterator[None]:
+    """Allow the stand-ins of `pickled_arrays` and `pickled_objects`, and remove other globals of the same names.
 
     transformers, for example, allows numpy's own functions while it loads. torch keeps one unordered set, and of two
     entries with the same name uses whichever comes last. That may be numpy's function, for which it may then refuse a
     state.
     """
-    names = {global_name(allowed) for allowed in ALLOWED}
+    ours: list[Any] = [*ALLOWED, *ALLOWED_OBJECTS, (dicts.make, "collections.defaultdict")]
+    names = {global_name(allowed) for allowed in ours}
     taken = [allowed for allowed in torch.serialization.get_safe_globals() if global_name(allowed) in names]
     theirs: AbstractContextManager[None] = torch.serialization.safe_globals(taken)
     theirs.__exit__(None, None, None)  # `__exit__` removes them at once; clearing all would break other loads
     try:
-        with torch.serialization.safe_globals(ALLOWED):
+        with torch.serialization.safe_globals(ours):
             yield
     finally:
         theirs.__enter__()
@@ -51,7 +53,7 @@ def _allowing() -> Iterator[None]:
 def load(path: Path) -> Any:
     """Load the object in a ``.pt`` file. Its tensors are on the CPU and, for a zip archive, mapped from the file.
 
-    numpy arrays of numbers become `PickledArray`. All other objects must be allowed by torch.
+    numpy arrays of numbers become `PickledArray`. All other objects must be allowed by torch or `pickled_objects`.
 
     Raises:
         UnsupportedStateError: loading would run pickled code, or the file is a TorchScript archive.
@@ -59,7 +61,8 @@ def load(path: Path) -> Any:
         FormatError: the file is not a torch file, or damaged.
         StorageError: the file cannot be read.
     """
-    return _load(path, "cpu", mmap=True, arrays=True)
+    dicts = DefaultDicts()
+    return dicts.restored(_load(path, "cpu", mmap=True, allowing=_allowing(dicts)))
 
 
 def load_as_saved(path: Path, *, map_location: Any, mmap: bool) -> Any:
@@ -68,11 +71,10 @@ def load_as_saved(path: Path, *, map_location: Any, mmap: bool) -> Any:
     Args:
         map_location, mmap: as for ``torch.load``. Only a zip archive can be mapped.
     """
-    return _load(path, map_location, mmap=mmap, arrays=False)
+    return _load(path, map_location, mmap=mmap, allowing=contextlib.nullcontext())
 
 
-def _load(path: Path, map_location: Any, *, mmap: bool, arrays: bool) -> Any:
-    allowing = _allowing() if arrays else contextlib.nullcontext()
+def _load(path: Path, map_location: Any, *, mmap: bool, allowing: AbstractContextManager[None]) -> Any:
     with _errors_of(path), _loading, warnings.catch_warnings(), allowing:
         warnings.simplefilter("ignore")  # torch warns about its own storage classes and file versions
         if zipfile.is_zipfile(path):
@@ -94,11 +96,12 @@ def load_image(where: str, image: bytes) -> Any:
     Raises:
         as `load`, but for `StorageError`.
     """
-    with _errors_of(where), _loading, warnings.catch_warnings(), _allowing():
+    dicts = DefaultDicts()
+    with _errors_of(where), _loading, warnings.catch_warnings(), _allowing(dicts):
         warnings.simplefilter("ignore")
         if zipfile.is_zipfile(io.BytesIO(image)):
             _check_records(where, io.BytesIO(image), len(image))
-        return torch.load(io.BytesIO(image), map_location="cpu", weights_only=True)
+        return dicts.restored(torch.load(io.BytesIO(image), map_location="cpu", weights_only=True))
 
 
 @contextlib.contextmanager

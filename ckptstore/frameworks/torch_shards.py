@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ckptstore.formats.states.shard import Shard
-    from ckptstore.formats.states.state import Tagged
+    from ckptstore.formats.states.state import Parts, Tagged
 
 __all__ = ["PlacedTensor", "ShardSource", "copy_box_into", "place_in_whole", "recognise"]
 
 
-def recognise(value: object) -> TorchSource | Tagged | None:
+def recognise(value: object) -> TorchSource | Tagged | Parts | None:
     """As `torch_tensors.recognise`, and for a DTensor a source of this rank's part.
 
     A parameter that is a DTensor is stored as its data and restored as a tensor: whole, or as ``into=`` specifies.

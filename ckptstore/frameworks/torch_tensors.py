@@ -21,7 +21,8 @@ import torch
 from ckptstore.errors import FormatError, UnsupportedStateError, UsageError
 from ckptstore.formats import dtypes
 from ckptstore.formats.sources import Bytes, NumpySource, Origin, blocks, write_into
-from ckptstore.formats.states.state import Tagged
+from ckptstore.formats.states.state import Parts, Tagged
+from ckptstore.frameworks import torch_objects
 
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined,unused-ignore]  # Python 3.12 names it
@@ -68,6 +69,7 @@ _TORCH: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, torch_name) for name, torch_name in _TORCH_NAMES.items() if hasattr(torch, torch_name)
 }
 _NAMES: Final = {dtype: name for name, dtype in _TORCH.items()}
+_REGISTER: Final = "call ckptstore.register(its class) before saving and loading, or "
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -86,17 +88,19 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def recognise(value: object) -> TorchSource | Tagged | None:
+def recognise(value: object) -> TorchSource | Tagged | Parts | None:
     """Convert a torch object for `state.flatten`, which calls this for every object of no built-in type.
 
     A `torch.nn.Parameter` is stored as its data and restored as a tensor, as in a `state_dict()`.
 
     Raises:
-        UnsupportedStateError: the tensor has no plain bytes in memory: it is meta, sparse, quantized, nested, sub-byte,
-            freed, or of a subclass (`torch_shards.recognise` supports DTensors).
+        UnsupportedStateError: the tensor has no plain bytes in memory: it is meta, quantized, nested, sub-byte, freed,
+            or of a subclass (`torch_shards.recognise` supports DTensors, `ckptstore.register` others).
     """
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if value.layout in torch_objects.SPARSE:  # type: ignore[attr-defined]  # mypy does not narrow by `type(...) is`
+            return torch_objects.take_sparse(value)  # type: ignore[arg-type]  # as above
         return TorchSource(value)  # type: ignore[arg-type]  # mypy does not narrow by `type(...) is`
     if kind is torch.Size:
         return Tagged("$size", list(value))  # type: ignore[call-overload]  # as above
@@ -104,9 +108,12 @@ def recognise(value: object) -> TorchSource | Tagged | None:
         return Tagged("$dtype", str(value).removeprefix("torch."))
     if kind is torch.device:
         return Tagged("$device", str(value))
+    if kind is torch.Generator:
+        return torch_objects.take_generator(value)  # type: ignore[arg-type]  # as above
     if isinstance(value, torch.Tensor):
         raise UnsupportedStateError(
-            f"{kind.__module__}.{kind.__qualname__} cannot be stored: store plain tensors (of a DTensor, its "
+            f"{kind.__module__}.{kind.__qualname__} cannot be stored: "
+            f"{_REGISTER if hasattr(kind, '__tensor_flatten__') else ''}store plain tensors (of a DTensor, its "
             "to_local() or full_tensor(), or open the store with writer(group=...); of an uninitialized parameter, "
             "nothing before its first use)"
         )
@@ -132,7 +139,10 @@ class TorchSource:
         name = _NAMES.get(tensor.dtype)
         if name is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             what = "nested" if tensor.is_nested else f"{tensor.dtype} with layout {tensor.layout}"
-            raise UnsupportedStateError(f"a {what} tensor cannot be stored: store its parts, or a dense copy")
+            parts = "its unbind()" if tensor.is_nested else "its parts, or a dense copy"
+            if tensor.is_quantized:
+                parts = "its int_repr(), q_scale() and q_zero_point() (per channel the q_per_channel_ ones)"
+            raise UnsupportedStateError(f"a {what} tensor cannot be stored: store {parts}")
         if tensor.is_meta:
             raise UnsupportedStateError("a meta tensor has no data to store: materialize it first")
         shape, strides, storage = tuple(tensor.shape), tensor.stride(), tensor.untyped_storage()

@@ -7,7 +7,10 @@ from typing import Any, Final
 
 from ckptstore.formats import jsontext
 from ckptstore.formats.states import rank_trees
-from ckptstore.formats.states.state import unflatten
+from ckptstore.formats.states.registered_types import Foreign
+from ckptstore.formats.states.state import tensor_names, unflatten
+from ckptstore.formats.states.state_objects import WHOLE, check
+from ckptstore.formats.states.tree import OBJECT, object_parts
 
 __all__ = ["children", "is_tensor", "leaves", "text"]
 
@@ -32,6 +35,9 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
         return [(f"rank {rank}", nodes[place]) for rank, place in enumerate(places) if place is not None]
     if tag in _SEQUENCES:
         return children(node[tag])
+    if tag == OBJECT:
+        kind, parts, _name = object_parts(node[tag])
+        return None if kind in WHOLE and not tensor_names(parts) else children(parts)
     if tag in _MAPPINGS:
         body = node[tag]
         if isinstance(body, dict):
@@ -89,6 +95,12 @@ class _Name(str):
         return str(self)
 
 
+def _shown(kind: str, value: Any, name: str) -> Any:
+    """An object for people: of a type that is not made here, its name and its parts."""
+    made = check(kind, value, name)
+    return _Name(f"{name or kind}({value!r})") if isinstance(made, Foreign) else made
+
+
 def text(node: Any, width: int = 72) -> str:
     """Format a leaf as Python prints the value, shortened to `width` characters."""
     value = unflatten(
@@ -99,6 +111,7 @@ def text(node: Any, width: int = 72) -> str:
             "$dtype": lambda name: _Name(f"torch.{name}"),
             "$device": lambda name: _Name(f"device({name!r})"),
         },
+        _shown,
     )
     shown = repr(value)
     if len(shown) <= width:

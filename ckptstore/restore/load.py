@@ -76,6 +76,7 @@ class LoadOptions:
     progress: Progress | None = None
     rank: int | None = None
     layout: Literal["nested", "flat"] = "nested"
+    keep_foreign: bool = False
 
     def __post_init__(self) -> None:
         if self.framework not in (None, "torch", "numpy"):
@@ -162,12 +163,13 @@ def rebuild(found: RestoreSource, options: LoadOptions) -> Any:
         made[name] = tensor = resolvers[name](name, origin)
         return tensor
 
+    make = bridge.object_maker(to_torch=options.to_torch, keep_foreign=options.keep_foreign)
     revive = bridge.tensors().revive if options.to_torch else None
-    state = unflatten(picked.tree(), resolve, revive)
+    state = unflatten(picked.tree(), resolve, revive, make)
     if options.layout == "nested":
         return state
     there = places(picked.whole) if picked.all else picked.kept.values()
-    rest = unflatten(select(picked.whole, set()), resolve, revive)
+    rest = unflatten(select(picked.whole, set()), resolve, revive, make)
     return tensors_and_data(state, {place.name: made[place.tensor] for place in there}, rest)
 
 

@@ -46,6 +46,7 @@ class RestoreMethods(StoreHandle):
         progress: Progress | bool | None = None,
         rank: int | None = None,
         layout: Literal["nested", "flat"] = "nested",
+        keep_foreign: bool = False,
     ) -> Any:
         """Restore the state of a checkpoint, bit for bit.
 
@@ -70,9 +71,12 @@ class RestoreMethods(StoreHandle):
                 and everything else from the first rank.
             layout: ``nested``: the state as it was saved. ``flat``: a tuple of the tensors by name (a dict) and of the
                 data; of a state that `flat_state` did not make, the data is the state without its tensors.
+            keep_foreign: of an object whose type is not registered (`ckptstore.register`), or of a kind that a later
+                version stored, return the parts, as a `ckptstore.Foreign`.
 
         Raises:
             CheckpointNotFoundError, TensorNotFoundError: no such checkpoint, or nothing matches `select`.
+            UnsupportedStateError: such an object, without `keep_foreign`.
             CorruptSegmentError: a checksum differs; nothing is returned. Tensors of `into` may have been overwritten,
                 with verified bytes only.
             UsageError: `into` has other tensors, dtypes or shapes; nothing was overwritten.
@@ -81,7 +85,7 @@ class RestoreMethods(StoreHandle):
         from ckptstore.restore.load import LoadOptions, load  # imports numpy, which only a load needs
 
         options = LoadOptions(
-            framework, into, select, device, mmap, verify, threads, as_progress(progress), rank, layout
+            framework, into, select, device, mmap, verify, threads, as_progress(progress), rank, layout, keep_foreign
         )
         return self._with_remote_fallback(ref, lambda journal, one: load(journal, one, options))
 

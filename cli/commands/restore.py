@@ -117,7 +117,7 @@ def _print_result(result: ExportResult, seconds: float, as_json: bool, piped: bo
 
     if result.converted:
         some = ", ".join(result.converted[:3]) + (" ..." if len(result.converted) > 3 else "")
-        note(f"{len(result.converted)} values have another type in a .pt file (numpy, frozenset): {some}")
+        note(f"{len(result.converted)} values have another type in a .pt file (numpy, frozenset, objects): {some}")
     if result.tied:
         some = ", ".join(f"{name} (as {there})" for name, there in result.tied[:3])
         more = " ..." if len(result.tied) > 3 else ""

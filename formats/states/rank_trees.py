@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import jsontext
-from ckptstore.formats.states.tree import MAX_DEPTH, paths, tensor_names
+from ckptstore.formats.states.tree import MAX_DEPTH, OBJECT, paths, tensor_names
 from ckptstore.formats.states.tree_union import union_of
 
 __all__ = ["TAG", "left_out", "merge", "of_rank", "rank_count"]
@@ -86,6 +86,9 @@ class _Merger:
             found = self.members(bodies, depth + 1)
         elif tag in ("$dict", *_MAPPINGS) and all(isinstance(body, list) for body in bodies):
             found = self.pairs(bodies, depth + 1)
+        elif tag == OBJECT and len({jsontext.dumps([body[0], *body[2:]]) for body in bodies}) == 1:
+            kind, _, *name = bodies[0]
+            found = [kind, self.node([body[1] for body in bodies], depth + 2), *name]
         else:
             return _GONE
         return _GONE if found is _GONE else {tag: found}

@@ -13,9 +13,11 @@ have the forms of `values`; containers and tensors have these:
 ``{"$set": [...]}``            set of values, tuples and frozensets, sorted by their JSON text; ``$frozenset`` likewise
 ``{"$t": name}``               torch tensor; ``{"$a": name}``: numpy array
 ``{"$size": [...]}``           `torch.Size`; ``{"$dtype": "float32"}``; ``{"$device": "cuda:0"}``
+``{"$object": [kind, node]}``  an object of another type, taken apart (`state_objects`); a name may follow the node
 =============================  ============================================================================
 
-Types are exact: a subclass (namedtuple, IntEnum, defaultdict) is refused, because it would be restored as another type.
+Types are exact: a subclass of a stored type would be restored as another type. It is refused, unless `state_objects` or
+a registration knows it.
 Tied tensors (equal `TensorSource.identity`) have one name. A container at two places becomes two containers.
 
 The text of a tree has at most `TREE_LIMIT` bytes, because it is stored in a segment's header, beside the tensor names.
@@ -37,6 +39,8 @@ from ckptstore.formats.sources import NumpySource, Origin, TensorSource
 from ckptstore.formats.states import values
 from ckptstore.formats.states.keys import holds_nan
 from ckptstore.formats.states.names import flat_names
+from ckptstore.formats.states.registered_types import by_type
+from ckptstore.formats.states.state_objects import Parts, take_apart
 from ckptstore.formats.states.tree import (
     MAX_DEPTH,
     Resolve,
@@ -57,6 +61,7 @@ __all__ = [
     "FlatState",
     "NumpySource",
     "Origin",
+    "Parts",
     "Recognise",
     "Resolve",
     "Tagged",
@@ -111,7 +116,7 @@ class FlatState:
         return sum(source.nbytes for source in self.tensors.values())
 
 
-Recognise = Callable[[object], "TensorSource | Tagged | None"]
+Recognise = Callable[[object], "TensorSource | Tagged | Parts | None"]
 
 
 def flatten(state: Any, recognise: Recognise | None = None) -> FlatState:
@@ -119,8 +124,8 @@ def flatten(state: Any, recognise: Recognise | None = None) -> FlatState:
 
     Args:
         state: nested dicts, lists, tuples, sets, tensors and values.
-        recognise: called for every object that is not of a built-in type, before numpy arrays are recognized. It
-            returns the object's source, its tagged form, or None.
+        recognise: called for every object that is not of a built-in or registered type, before numpy arrays are
+            recognized. It returns the object's source, its tagged form, its parts, or None.
 
     Raises:
         UnsupportedStateError: an object of another type; a tensor that cannot be stored; a state that is nested too
@@ -177,6 +182,8 @@ def _members(tree: Any) -> list[tuple[str, Any]]:
         return [(f"[{key!r:.80}]", member) for key, member in tree.items()]
     if tag == "$tuple" or isinstance(tree[tag], dict):
         return _members(tree[tag])
+    if tag == "$object":
+        return _members(tree[tag][1])
     if tag in ("$dict", "$odict", "$counter"):
         return [(f"[{key!r:.80}]", member) for key, member in tree[tag]]
     return []
@@ -202,9 +209,15 @@ class _Flattener:
         encoded = values.encode(value)
         if encoded is not NotImplemented:
             return self.counted(encoded)
-        found = self.recognise(value) if self.recognise else None
+        found: TensorSource | Tagged | Parts | None = take_apart(value) if by_type(kind) is not None else None
+        if found is None and self.recognise:
+            found = self.recognise(value)
         if isinstance(found, Tagged):
             return self.counted({found.tag: found.value})
+        if found is None:
+            found = take_apart(value)
+        if isinstance(found, Parts):
+            return self.object(found, depth)
         if found is None and kind is np.ndarray:
             found = NumpySource(value)
         if found is None:
@@ -230,6 +243,14 @@ class _Flattener:
             self.nodes.append([])
         self.nodes[index].append(node)
         return node
+
+    def object(self, parts: Parts, depth: int) -> dict[str, list[Any]]:
+        """Return the node of an object that was taken apart. Its parts have the object's own path."""
+        _check_depth(depth)
+        self.letters += _VALUE_LETTERS + len(parts.kind) + len(parts.name)
+        if not values.is_plain_text(parts.name):
+            raise UnsupportedStateError(f"the name {parts.name!r:.80} of a type has a lone surrogate")
+        return {"$object": [parts.kind, self.node(parts.value, depth + 2), *([parts.name] if parts.name else [])]}
 
     def container(self, value: Any, kind: type, depth: int) -> Any:
         self.letters += _VALUE_LETTERS

@@ -15,13 +15,16 @@ from ckptstore.errors import FormatError
 from ckptstore.formats.sources import Origin
 from ckptstore.formats.states import values
 from ckptstore.formats.states.names import place_names
+from ckptstore.formats.states.state_objects import KIND, Make, check
 
 __all__ = [
     "MAX_DEPTH",
+    "OBJECT",
     "Resolve",
     "TensorPlace",
     "decode_key",
     "member",
+    "object_parts",
     "only_tensors",
     "paths",
     "places",
@@ -38,13 +41,19 @@ MAX_DEPTH: Final = 200
 
 _ORIGINS: Final[dict[str, Origin]] = {"$t": "torch", "$a": "numpy"}
 _REVIVED: Final = ("$size", "$dtype", "$device")
+OBJECT: Final = "$object"
+"""Tag of an object that was taken apart: its body is ``[kind, node]`` or ``[kind, node, name]`` (`state_objects`)."""
+_WITH_MEMBERS: Final = ("deque", "defaultdict", "namedtuple", "namespace", "simple_namespace")
+"""Kinds of objects that can lose members in a selection, as a dict or list does."""
 _GONE: Final = object()
 _RESERVED: Final = "ckptstore/"
 
 Resolve = Callable[[str, Origin], Any]
 
 
-def unflatten(tree: Any, resolve: Resolve, revive: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
+def unflatten(
+    tree: Any, resolve: Resolve, revive: Mapping[str, Callable[[Any], Any]] | None = None, make: Make = check
+) -> Any:
     """Rebuild a state from its tree.
 
     Args:
@@ -53,12 +62,13 @@ def unflatten(tree: Any, resolve: Resolve, revive: Mapping[str, Callable[[Any], 
             get the same object.
         revive: tag -> function of its checked body, for ``$size`` (list of ints), ``$dtype`` and ``$device`` (str).
             A tag without a function becomes a tuple or a str.
+        make: makes the objects, of kind, parts and name. `state_objects.check` takes any value for a tensor.
 
     Raises:
         FormatError: the tree is not what `flatten` writes.
     """
     try:
-        return _Unflattener(resolve, revive or {}).node(tree, 0)
+        return _Unflattener(resolve, revive or {}, make).node(tree, 0)
     except RecursionError as error:  # within MAX_DEPTH, but the calling stack was deep already
         raise FormatError("state tree nested too deep for the calling stack") from error
 
@@ -80,6 +90,8 @@ def member(tree: Any, name: str) -> Any:
 
 
 def _named_members(node: Any) -> dict[str, Any]:
+    while isinstance(node, dict) and tag_of(node) == OBJECT:
+        node = object_parts(node[OBJECT])[1]
     if isinstance(node, dict) and (tag := tag_of(node)) is not None:
         node = node[tag] if tag in ("$odict", "$tuple") else None
     if isinstance(node, list):
@@ -99,9 +111,10 @@ def only_tensors(tree: Any) -> bool:
 
 
 class _Unflattener:
-    def __init__(self, resolve: Resolve, revive: Mapping[str, Callable[[Any], Any]]) -> None:
+    def __init__(self, resolve: Resolve, revive: Mapping[str, Callable[[Any], Any]], make: Make) -> None:
         self.resolve = resolve
         self.revive = revive
+        self.make = make
         self.found: dict[str, tuple[Origin, Any]] = {}
 
     def node(self, node: Any, depth: int) -> Any:
@@ -125,6 +138,9 @@ class _Unflattener:
             return self.mapping(tag, body, depth)
         if tag in ("$set", "$frozenset"):
             return _decode_element(node, depth)
+        if tag == OBJECT:
+            kind, parts, name = object_parts(body)
+            return self.make(kind, self.node(parts, depth + 2), name)
         return _value(tag, body)
 
     def tensor(self, origin: Origin, name: Any) -> Any:
@@ -172,6 +188,22 @@ def tag_of(node: dict[str, Any]) -> str | None:
     if any(key[:1] == "$" for key in node):
         raise FormatError(f"state tree: {next(key for key in node if key[:1] == '$')!r:.80} is not the only member")
     return None
+
+
+def object_parts(body: Any) -> tuple[str, Any, str]:
+    """Return kind, node and name of the body of an ``$object``. Raises `FormatError`."""
+    named = isinstance(body, list) and len(body) == 3
+    if not isinstance(body, list) or len(body) not in (2, 3) or not isinstance(body[0], str):
+        raise FormatError(f"state tree: {OBJECT} is not [kind, parts] or [kind, parts, name]")
+    name = body[2] if named else ""
+    if (
+        not KIND.fullmatch(body[0])
+        or not isinstance(name, str)
+        or bool(name) != named
+        or not values.is_plain_text(name)
+    ):
+        raise FormatError(f"state tree: {OBJECT} has an invalid kind or name: {body[0]!r:.80}, {name!r:.80}")
+    return body[0], body[1], name
 
 
 def _name(name: Any) -> str:
@@ -332,6 +364,8 @@ def _find_places(node: Any, path: tuple[Any, ...], depth: int, found: list[tuple
             _find_places(pair[1], (*path, decode_key(pair[0], depth)), depth + 3, found)
     elif tag in ("$tuple", "$odict", "$counter"):
         _find_places(node[tag], path, depth + 1, found)
+    elif tag == OBJECT:
+        _find_places(object_parts(node[tag])[1], path, depth + 2, found)
     elif tag is None:
         for key, member in node.items():
             _find_places(member, (*path, key), depth + 1, found)
@@ -340,8 +374,9 @@ def _find_places(node: Any, path: tuple[Any, ...], depth: int, found: list[tuple
 def select(tree: Any, names: set[str]) -> Any:
     """Return the tree without the tensors that are not in `names`.
 
-    Their keys and list positions are removed. Containers, even empty ones, and values stay. A tree that is a single
-    unselected tensor becomes null.
+    Their keys and list positions are removed. Containers, even empty ones, and values stay. An object that is made of
+    tensors is removed with the last of them; if only some are left, its parts stand in its place. A tree that is a
+    single unselected tensor becomes null.
 
     Raises:
         FormatError: the tree is not what `flatten` writes.
@@ -391,6 +426,18 @@ def _select(node: Any, keep: Callable[[str], str | None], depth: int) -> Any:
             if (kept := _select(pair[1], keep, depth + 3)) is not _GONE:
                 pairs.append([pair[0], kept])
         return {tag: pairs}
+    if tag == OBJECT:
+        return _select_object(node[tag], keep, depth)
     if tag not in (None, "$tuple", "$odict", "$counter"):
         return node
     return {key: kept for key, member in node.items() if (kept := _select(member, keep, depth + 1)) is not _GONE}
+
+
+def _select_object(body: Any, keep: Callable[[str], str | None], depth: int) -> Any:
+    """Select in an object. One that lost a part that it cannot be made without becomes its remaining parts."""
+    kind, node, name = object_parts(body)
+    kept = _select(node, keep, depth + 2)
+    before, after = tensor_count(node), 0 if kept is _GONE else tensor_count(kept)
+    if kept is not _GONE and (before == after or kind in _WITH_MEMBERS):
+        return {OBJECT: [kind, kept, *([name] if name else [])]}
+    return kept if after else _GONE

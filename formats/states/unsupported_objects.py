@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import datetime
+import decimal
 import os
+import types
 from collections import defaultdict, deque
 from enum import Enum
 from typing import Final
@@ -32,15 +35,24 @@ def advice(value: object) -> str:
         return "store its _asdict(), or tuple() of it"
     if isinstance(value, defaultdict):
         return "store dict() of it"
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return "store vars(x) of it"
+    if isinstance(value, datetime.date | datetime.time):
+        return "store .isoformat() of it"
+    if isinstance(value, decimal.Decimal):
+        return "store str() of it"
+    if isinstance(value, datetime.tzinfo):
+        return "use datetime.timezone or zoneinfo.ZoneInfo, or store .isoformat() of the time"
     for builtin in _BUILTINS:
         if isinstance(value, builtin):
             return f"store {builtin.__name__}() of it"
     if isinstance(value, deque | range | memoryview):
         return "store list() or bytes() of it"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return "store dataclasses.asdict() of it"
     if kind.__module__.partition(".")[0] == "torch":
         return "store tensors and plain values (of a generator, its get_state())"
     if isinstance(value, type) or callable(value):
         return "code is not state; leave it out and build it again when resuming"
-    return "store the numbers, strings, lists, dicts and tensors that it is made of"
+    return (
+        "store the numbers, strings, lists, dicts and tensors that it is made of, or call ckptstore.register with its "
+        "type before saving and loading"
+    )

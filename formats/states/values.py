@@ -60,7 +60,9 @@ def encode(value: object) -> Any:
     if encoder is not None:
         return encoder(value)
     if isinstance(value, np.generic):
-        dtype = None if isinstance(value, np.void | np.str_ | np.bytes_) else dtypes.from_numpy(value.dtype)
+        if isinstance(value, np.str_ | np.bytes_ | np.datetime64 | np.timedelta64):
+            return NotImplemented  # `state_objects` takes them apart
+        dtype = None if isinstance(value, np.void) else dtypes.from_numpy(value.dtype)
         if dtype is None:
             raise UnsupportedStateError(f"numpy.{type(value).__name__} cannot be stored: store its item()")
         return {"$np": [dtype.name, np.asarray(value).astype(dtype.numpy, copy=False).tobytes().hex()]}

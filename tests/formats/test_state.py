@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import datetime
 import enum
 import json
 import math
@@ -250,23 +252,23 @@ Point = namedtuple("Point", "x y")
 @pytest.mark.parametrize(
     ("value", "advice"),
     [
-        (Point(1, 2), "_asdict"),
-        (Colour.RED, "its value"),
-        (Path("/x"), "str()"),
-        (defaultdict(int), "dict()"),
-        (deque([1]), "list()"),
-        (Config(), "asdict"),
+        (defaultdict(lambda: 0), "dict()"),
+        (type("Mine", (defaultdict,), {})(int), "dict()"),
+        (type("Mine", (deque,), {})([1]), "list()"),
+        (type("Args", (argparse.Namespace,), {})(), "vars"),
+        (type("When", (datetime.datetime,), {})(2026, 1, 1), "isoformat"),
+        (type("Zone", (datetime.tzinfo,), {})(), "timezone"),
+        (memoryview(b"x"), "bytes()"),
+        (np.dtype([("a", "i4")]), "descr"),
+        (np.random.Generator(type("Mine", (np.random.PCG64,), {})()), "bit_generator"),
         (Model(), "state_dict()"),
         (print, "code is not state"),
         (Config, "code is not state"),
         (lambda: 0, "code is not state"),
         (np.ma.array([1]), "plain array"),
         (np.array([None]), "dtype object"),
-        (np.array(["a"]), "dtype <U1"),
-        (np.str_("a"), "item()"),
-        (np.datetime64("2026-01-01"), "datetime64"),
         (np.longdouble(1), "longdouble|float128"),
-        (object(), "made of"),
+        (object(), "ckptstore.register"),
         (type("Version", (str,), {})("2.1"), "str()"),
     ],
 )

@@ -346,16 +346,14 @@ def freed() -> Any:
 
 REFUSED = {
     "meta": (lambda: torch.empty(3, device="meta"), "meta"),
-    "sparse": (lambda: torch.eye(3).to_sparse(), "sparse_coo"),
-    "csr": (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr"),
-    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), "quint8"),
+    "sparse": (lambda: torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,)), "coalesce"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), "int_repr"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
     "sub-byte": (lambda: torch.empty(3, dtype=torch.uint4), "uint4"),
     "subclass": (lambda: torch.ones(3).as_subclass(Subclass), "Subclass"),
     "uninitialized": (torch.nn.UninitializedParameter, "UninitializedParameter"),
     "freed": (freed, "freed"),
     "module": (lambda: torch.nn.Linear(2, 2), "state_dict"),
-    "generator": (torch.Generator, "get_state"),
     "storage": (lambda: torch.ones(1).untyped_storage(), "store tensors"),
     "version": (lambda: torch.__version__, "str"),
 }

@@ -6,7 +6,8 @@ has their hashes). So a new codec or rule gets a set of files of its own: `golde
 
 ``formats/golden``
     ``segments-1.json`` and segments in both forms; ``codecs-1.json``, every codec; ``steps-1.json``, optimizer steps of
-    every rule; ``texts-1.json``, slots, manifests, folds and the other texts, with the features that they may require.
+    every rule; ``texts-1.json``, slots, manifests, folds and the other texts, with the features that they may require;
+    ``objects-1.json``, objects of a state's tree.
 ``tests/golden``
     ``store-1``, a store with a little of everything, and its expected contents; ``conformance``, the conformance set.
 """

@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from tools.golden import make_codecs, make_conformance, make_segments, make_steps, make_store, make_texts
+from tools.golden import make_codecs, make_conformance, make_objects, make_segments, make_steps, make_store, make_texts
 
 __all__ = ["FROZEN", "ROOT", "freeze", "main", "make"]
 
@@ -48,7 +48,7 @@ def make(root: Path) -> None:
     for folder in (files, stores):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    for maker in (make_segments, make_codecs, make_steps, make_texts):
+    for maker in (make_segments, make_codecs, make_steps, make_texts, make_objects):
         maker.main(files)
     make_store.main(stores / "store-1")
     make_conformance.main(stores / "conformance")

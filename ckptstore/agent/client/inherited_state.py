@@ -92,7 +92,8 @@ class Inherited:
                     return given.tensor(name)
             else:
                 resolve = self._copied(readers, options)
-        return unflatten(flat.tree, resolve, bridge.tensors().revive if options.to_torch else None)
+        make = bridge.object_maker(to_torch=options.to_torch)
+        return unflatten(flat.tree, resolve, bridge.tensors().revive if options.to_torch else None, make)
 
     def _check(self, readers: Workers) -> None:
         found = hash_of(self._flat, readers.pool)

@@ -40,7 +40,7 @@ def check_log(
     """Report slots that are missing or do not continue the log, terms without their parent, and a lost end.
 
     Args:
-        catalog: from a READ after the listing of `objects`, which looked above its end.
+        catalog: from a READ after the listing of `state_objects`, which looked above its end.
         slots: every intact slot, by its number.
         objects: every object of the store.
 
