@@ -6,6 +6,8 @@ Trains a small model with AdamW, and prints for one step in the middle what ``Ch
 ckptstore does until the next step begins, has the device do: bytes over the bus, waits of the host (those of the
 threads that train are counted apart) and who asked for them, launches, device memory that ckptstore allocates. Ranks
 are threads, each with a device of its own and the same model; their numbers are added up.
+
+``gradient+topk`` is ``gradient`` with a `TopKHook` (density 1 %); its ``compress`` counts, too.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from tools.device import Machine, simulated, why_not
 
 __all__ = ["Row", "main", "measured"]
 
-STRATEGIES: Final = ("full", "delta", "gradient")
+STRATEGIES: Final = ("full", "delta", "gradient", "gradient+topk")
 STEPS: Final = 9
 MIDDLE: Final = 6
 _WIDTH: Final = 32
@@ -81,7 +83,7 @@ def measured(
 
     Args:
         place: where the store is made.
-        strategy: of the Checkpointer.
+        strategy: one of `STRATEGIES`.
         parameters: how many tensors the model has, an even number.
         seed: of the simulated machine.
         agent: have an agent save.
@@ -128,8 +130,10 @@ class _Step:
         """Train a copy of the model, on the device of the rank's number."""
         import torch
 
-        from ckptstore.training import Checkpointer
+        from ckptstore.training import Checkpointer, TopKHook
 
+        strategy, _, compressed = self._strategy.partition("+")
+        hook = TopKHook(0.01) if compressed else None
         try:
             self._training.add(threading.get_ident())
             device = torch.device("cuda", rank)
@@ -137,9 +141,11 @@ class _Step:
                 model = copy.deepcopy(self._model).to(device)
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
                 chance = torch.Generator().manual_seed(0)
-                options: dict[str, Any] = {} if group is None else {"group": group}
+                options: dict[str, Any] = (
+                    {"compressor": hook} if group is None else {"compressor": hook, "group": group}
+                )
                 with Checkpointer(
-                    place, model=model, optimizer=optimizer, strategy=self._strategy, agent=self._agent, **options
+                    place, model=model, optimizer=optimizer, strategy=strategy, agent=self._agent, **options
                 ) as checkpointer:
                     checkpointer.resume()
                     for step in range(1, STEPS + 1):
@@ -147,6 +153,8 @@ class _Step:
                         model(inputs).square().mean().backward()
                         if step == MIDDLE:
                             self._begin(rank)
+                        if hook is not None:
+                            hook.compress(model.parameters())
                         optimizer.step()
                         pending = checkpointer.step()
                         if step in (MIDDLE - 1, MIDDLE) and pending is not None:
