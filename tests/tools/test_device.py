@@ -21,10 +21,10 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
-from ckptstore.frameworks import torch_offload  # noqa: E402
+from ckptstore.frameworks import bridge, torch_offload  # noqa: E402
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
 from ckptstore.training import LayerwiseSnapshots, TopKHook  # noqa: E402
-from ckptstore.training.layerwise.layer_sources import LayerSource  # noqa: E402
+from ckptstore.training.layerwise.layer_sources import LayerSource, staged  # noqa: E402
 from ckptstore.write.steps.updates import LateGradient, arrived  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
@@ -496,6 +496,8 @@ def test_a_step_waits_for_no_device(
     assert row.waits
     assert row.to_host <= 1.02 * row.state_bytes
     assert not row.hazards
+    assert row.reported == row.kept
+    assert bool(row.kept) == (savers == "ranks"), "constants of the replicas' digests"
 
 
 @pytest.mark.parametrize("savers", ["one process", "ranks"])
@@ -506,6 +508,7 @@ def test_a_step_with_compressed_gradients_waits_for_no_device(tmp_path: Path, sa
     assert row.training_waits == 0, row.waits
     assert sum(count for where, count in row.copied_by.items() if "torch_offload" in where) == max(ranks, 1)
     assert not row.hazards
+    assert row.reported == row.kept > row.state_bytes / 3 - 1000
 
 
 Entries = list[dict[int, tuple[list[int], bytes, int]]]
@@ -603,6 +606,18 @@ def layer_by_layer(seed: int, mode: str, change: Callable[[pytest.MonkeyPatch], 
 @pytest.mark.parametrize("mode", ["host", "device"])
 def test_layer_by_layer(mode: str) -> None:
     assert [seed for seed in range(12) if not layer_by_layer(seed, mode, lambda _: None)] == []
+
+
+def test_copies_of_layers_are_counted_until_they_are_freed() -> None:
+    with simulated() as machine:
+        weight = torch.zeros(30, 20, device="cuda")
+        before = bridge.device_bytes()
+        source = staged({"weight": TorchSource(weight)}, "device")
+        assert bridge.device_bytes() - before == weight.nbytes
+        del source
+        assert bridge.device_bytes() == before
+        torch.cuda.synchronize()
+        assert not machine.hazards
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {

@@ -22,7 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
+from ckptstore.write.saves.save_metrics import SaveMetrics
 from tools.device import Machine, simulated, why_not
 
 __all__ = ["Row", "main", "measured"]
@@ -53,6 +54,8 @@ class Row:
         launches: kernels that ckptstore launched.
         launched_by, copied_by: the places that did, and how often.
         held: bytes of device memory that ckptstore had allocated, at most.
+        kept: of these, what it keeps from step to step.
+        reported: what `SaveMetrics` says that it keeps.
         waits: the places that waited for the device, the innermost first, and how often.
         training_waits: how many of these waits were in a thread that trains.
         script_launches: those of the script itself.
@@ -68,6 +71,8 @@ class Row:
     copies: int
     launches: int
     held: int
+    kept: int
+    reported: int
     waits: dict[str, int]
     training_waits: int
     launched_by: dict[str, int]
@@ -105,7 +110,7 @@ def measured(
                 for one in trained:
                     one.result()
         assert step.row is not None
-        return step.row
+        return replace(step.row, reported=step.reported)
 
 
 class _Step:
@@ -113,6 +118,7 @@ class _Step:
 
     Attributes:
         row: what was counted.
+        reported: see `Row`.
     """
 
     def __init__(self, machine: Machine, strategy: str, model: Any, agent: bool, ranks: int) -> None:
@@ -125,6 +131,7 @@ class _Step:
         self._together = threading.Barrier(max(ranks, 1), timeout=120)
         self._training: set[int] = set()
         self._state_bytes = 0
+        self.reported = 0
 
     def train(self, place: Path, rank: int, group: Group | None) -> None:
         """Train a copy of the model, on the device of the rank's number."""
@@ -145,7 +152,13 @@ class _Step:
                     {"compressor": hook} if group is None else {"compressor": hook, "group": group}
                 )
                 with Checkpointer(
-                    place, model=model, optimizer=optimizer, strategy=strategy, agent=self._agent, **options
+                    place,
+                    model=model,
+                    optimizer=optimizer,
+                    strategy=strategy,
+                    agent=self._agent,
+                    on_metrics=self._measured,
+                    **options,
                 ) as checkpointer:
                     checkpointer.resume()
                     for step in range(1, STEPS + 1):
@@ -165,6 +178,10 @@ class _Step:
         except BaseException:
             self._together.abort()
             raise
+
+    def _measured(self, metrics: SaveMetrics) -> None:
+        if metrics.step == MIDDLE:
+            self.reported = metrics.device_bytes  # the same of all ranks, which are one process here
 
     def _begin(self, rank: int) -> None:
         import torch
@@ -198,6 +215,8 @@ class _Step:
             counts.of_product(copies),
             counts.of_product(launches),
             counts.product_peak,
+            counts.product,
+            0,
             dict(Counter(f"{one.why}: {' < '.join(one.where)}" for one in waits)),
             sum(one.thread in self._training for one in waits),
             {where: number for where, number in launches.most_common() if where is not None},
@@ -219,13 +238,23 @@ def _title(row: Row) -> str:
 def show(console: Console, rows: Sequence[Row]) -> None:
     """Print the table, and below it the places."""
     table = Table("strategy", title=f"Step {MIDDLE} of {STEPS}, as ckptstore asks it of a device", title_justify="left")
-    columns = ("state B", "to host B", "to device B", "copies", "launches", "host waits", "training waits", "held B")
+    columns = (
+        "state B",
+        "to host B",
+        "to device B",
+        "copies",
+        "launches",
+        "host waits",
+        "training waits",
+        "held B",
+        "kept B",
+    )
     for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
         waits = sum(row.waits.values())
         moved = (row.state_bytes, row.to_host, row.to_device, row.copies, row.launches)
-        numbers = (*moved, waits, row.training_waits, row.held)
+        numbers = (*moved, waits, row.training_waits, row.held, row.kept)
         table.add_row(_title(row), *(f"{one:,}" for one in numbers))
     console.print(table)
     for row in rows:

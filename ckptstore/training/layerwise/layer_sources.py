@@ -10,14 +10,18 @@ import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 import torch
 
 from ckptstore.errors import StorageError
+from ckptstore.frameworks.device_memory import HeldTensors
 from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes
 from ckptstore.training.layerwise.layers import place
 
 __all__ = ["LayerSource", "marks_of", "staged"]
+
+_copies: Final = HeldTensors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ def _on_device(members: Mapping[str, TorchSource]) -> LayerSource:
                 if stream is not None:
                     data.record_stream(stream)  # Prevents: memory that is reused while the copy is only queued.
                 sources[name] = TorchSource(data.clone(memory_format=torch.contiguous_format))
+                _copies.add(sources[name].tensor)
     events = tuple((device, stream.record_event()) for device, stream in streams.items())
     return LayerSource(sources, True, 0, marks_of(members), events)
 

@@ -36,6 +36,7 @@ import torch
 
 from ckptstore.errors import UsageError
 from ckptstore.formats.optim import SparseGradient
+from ckptstore.frameworks.device_memory import bytes_of, count_in
 from ckptstore.frameworks.torch_tensors import counted_changes
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training.optimizers.queued_entries import EntriesOnDevice, queued_entries
@@ -92,6 +93,7 @@ class TopKHook:
         self._left: dict[torch.Tensor, tuple[int, int]] = {}
         self._names: dict[torch.Tensor, str] = {}
         self._group: Any = None
+        count_in(self)
 
     def register(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         """Compress a model's gradients. Call it once, before the first backward."""
@@ -234,6 +236,12 @@ class TopKHook:
         self._indices.clear()
         self._on_device.clear()
         self._left.clear()
+
+    def device_bytes(self) -> int:
+        """Bytes of device memory that it holds: residuals, velocities, and where it has found entries."""
+        # Copies of the values: training may add some meanwhile.
+        noted = {id(one): one.places for one in list(self._on_device.values())}
+        return bytes_of([*self._residuals.values(), *self._velocities.values(), *noted.values()])
 
     def _sent(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> _Sent:
         """Take what is sent out of the residuals."""
