@@ -21,6 +21,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.errors import StorageError  # noqa: E402
 from ckptstore.frameworks import bridge, torch_offload  # noqa: E402
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
 from ckptstore.training import LayerwiseSnapshots, TopKHook  # noqa: E402
@@ -608,14 +609,27 @@ def test_layer_by_layer(mode: str) -> None:
     assert [seed for seed in range(12) if not layer_by_layer(seed, mode, lambda _: None)] == []
 
 
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_a_device_holds_no_copies_of_layers_that_the_host_has(tmp_path: Path, mode: str) -> None:
+    row = measured(tmp_path / "run", "layerwise" if mode == "host" else f"layerwise+{mode}", parameters=6)
+    assert row.kept == 0
+    assert row.reported <= row.held, "the save is measured while its layers are copied"
+    assert (0 < row.held <= row.state_bytes) if mode == "device" else row.held == 0
+    assert row.training_waits == 0
+    assert row.to_host == row.state_bytes
+    assert not row.hazards
+
+
 def test_copies_of_layers_are_counted_until_they_are_freed() -> None:
     with simulated() as machine:
         weight = torch.zeros(30, 20, device="cuda")
         before = bridge.device_bytes()
         source = staged({"weight": TorchSource(weight)}, "device")
         assert bridge.device_bytes() - before == weight.nbytes
-        del source
+        source.end("layer")()
         assert bridge.device_bytes() == before
+        with pytest.raises(StorageError, match="freed"):
+            source.sources["weight"].view()
         torch.cuda.synchronize()
         assert not machine.hazards
 

@@ -7,12 +7,16 @@ ckptstore does until the next step begins, has the device do: bytes over the bus
 threads that train are counted apart) and who asked for them, launches, device memory that ckptstore allocates. Ranks
 are threads, each with a device of its own and the same model; their numbers are added up.
 
-``gradient+topk`` is ``gradient`` with a `TopKHook` (density 1 %); its ``compress`` counts, too.
+``gradient+topk`` is ``gradient`` with a `TopKHook` (density 1 %, of each tensor or, ``+bucket``, of all of them); its
+``compress`` counts, too. ``layerwise`` is `LayerwiseSnapshots` in one process, with copies to the host or, ``+device``,
+on the device first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import json
 import os
 import sys
@@ -20,7 +24,7 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,13 +34,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+import ckptstore
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from ckptstore.write.saves.save_metrics import SaveMetrics
 from tools.device import Machine, simulated, why_not
 
 __all__ = ["Row", "main", "measured"]
 
-STRATEGIES: Final = ("full", "delta", "gradient", "gradient+topk")
+STRATEGIES: Final = (
+    "full", "delta", "gradient", "gradient+topk", "gradient+bucket", "layerwise", "layerwise+device"
+)  # fmt: skip
 STEPS: Final = 9
 MIDDLE: Final = 6
 _WIDTH: Final = 32
@@ -96,6 +103,7 @@ def measured(
     """
     import torch
 
+    gc.collect()  # Prevents: counting what the hook of an earlier call still holds.
     with simulated(seed, devices=max(ranks, 1)) as machine:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(parameters // 2)]
@@ -137,10 +145,6 @@ class _Step:
         """Train a copy of the model, on the device of the rank's number."""
         import torch
 
-        from ckptstore.training import Checkpointer, TopKHook
-
-        strategy, _, compressed = self._strategy.partition("+")
-        hook = TopKHook(0.01) if compressed else None
         try:
             self._training.add(threading.get_ident())
             device = torch.device("cuda", rank)
@@ -148,28 +152,15 @@ class _Step:
                 model = copy.deepcopy(self._model).to(device)
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
                 chance = torch.Generator().manual_seed(0)
-                options: dict[str, Any] = (
-                    {"compressor": hook} if group is None else {"compressor": hook, "group": group}
-                )
-                with Checkpointer(
-                    place,
-                    model=model,
-                    optimizer=optimizer,
-                    strategy=strategy,
-                    agent=self._agent,
-                    on_metrics=self._measured,
-                    **options,
-                ) as checkpointer:
-                    checkpointer.resume()
+                with self._saving(place, model, optimizer, group) as (prepare, save):
                     for step in range(1, STEPS + 1):
                         inputs = torch.randn(8, _WIDTH, generator=chance).to(device)
                         model(inputs).square().mean().backward()
                         if step == MIDDLE:
                             self._begin(rank)
-                        if hook is not None:
-                            hook.compress(model.parameters())
+                        prepare(step)
                         optimizer.step()
-                        pending = checkpointer.step()
+                        pending = save(step)
                         if step in (MIDDLE - 1, MIDDLE) and pending is not None:
                             pending.result()  # so that one step's work is counted, and all of it
                         if step == MIDDLE:
@@ -178,6 +169,39 @@ class _Step:
         except BaseException:
             self._together.abort()
             raise
+
+    @contextlib.contextmanager
+    def _saving(
+        self, place: Path, model: Any, optimizer: Any, group: Group | None
+    ) -> Iterator[tuple[Callable[[int], object], Callable[[int], Any]]]:
+        """What a script calls before the optimizer's step, and after it -> the save."""
+        from ckptstore.training import Checkpointer, LayerwiseSnapshots, TopKHook
+
+        strategy, _, kind = self._strategy.partition("+")
+        if strategy == "layerwise":
+            mode: Any = kind or "host"
+            with (
+                ckptstore.open(place, create=True) as store,
+                store.writer(max_in_flight=2, on_metrics=self._measured) as writer,
+                LayerwiseSnapshots(writer, model, optimizer, mode=mode, packed=0) as snapshots,
+            ):
+                yield snapshots.begin, snapshots.save
+            return
+        scope: Any = "bucket" if kind == "bucket" else "tensor"
+        hook = TopKHook(0.01, scope=scope) if kind else None
+        options: dict[str, Any] = {} if group is None else {"group": group}
+        with Checkpointer(
+            place,
+            model=model,
+            optimizer=optimizer,
+            strategy=strategy,
+            agent=self._agent,
+            on_metrics=self._measured,
+            compressor=hook,
+            **options,
+        ) as checkpointer:
+            checkpointer.resume()
+            yield lambda _: hook and hook.compress(model.parameters()), lambda _: checkpointer.step()
 
     def _measured(self, metrics: SaveMetrics) -> None:
         if metrics.step == MIDDLE:

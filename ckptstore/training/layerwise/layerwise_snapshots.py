@@ -318,7 +318,7 @@ class LayerwiseSnapshots:
         found = staged(members, self.mode)
         self._log.refused += found.refused
         begun.staged.pop(layer, None)
-        begun.save.ready(layer, found.sources, found.watch(layer))
+        begun.save.ready(layer, found.sources, found.end(layer))
         begun.staged[layer] = found  # last: after an earlier Ctrl-C, save() copies it again
 
     def _in_flight(self) -> list[StartedSave]:
