@@ -6,8 +6,10 @@ one fails, and the correct one never does.
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable
@@ -632,6 +634,37 @@ def test_copies_of_layers_are_counted_until_they_are_freed() -> None:
             source.sources["weight"].view()
         torch.cuda.synchronize()
         assert not machine.hazards
+
+
+def test_copies_for_an_abandoned_save_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only when Python collects cycles: most of their reads are cancelled."""
+    read = TorchSource.read
+
+    def slowly(source: TorchSource, offset: int, out: Any) -> None:
+        time.sleep(0.02)
+        read(source, offset, out)
+
+    monkeypatch.setattr(TorchSource, "read", slowly)
+    with simulated():
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(20))).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = bridge.device_bytes()
+        gc.disable()
+        try:
+            with (
+                ckptstore.open(f"memory://{uuid.uuid4().hex}").writer() as writer,
+                LayerwiseSnapshots(writer, model, optimizer, mode="device", packed=0) as it,
+            ):
+                for step in range(1, 4):
+                    it.begin(step)
+                    model(torch.ones(2, 64, device="cuda")).sum().backward()
+                    optimizer.step()
+                    assert step == 1 or bridge.device_bytes() > before
+                    it.abandon()
+                    assert bridge.device_bytes() == before
+        finally:
+            gc.enable()
+        torch.cuda.synchronize()
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {

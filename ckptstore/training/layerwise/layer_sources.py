@@ -47,18 +47,22 @@ class LayerSource:
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
 
+    def free(self) -> None:
+        """Free the copies on devices. Nothing may read them any more."""
+        for one in self.sources.values():
+            if isinstance(one, CopyOnDevice):
+                one.free()
+
     def end(self, layer: str) -> Callable[[], None]:
         """What to call when it is in host memory: frees copies, or else checks the layer itself.
 
         The check raises `StorageError` if torch has counted a change since.
         """
         layers = {name: one for name, one in self.sources.items() if isinstance(one, TorchSource)}
-        copies = [one for one in self.sources.values() if isinstance(one, CopyOnDevice)]
 
         def check() -> None:
             # Prevents: a device that holds a copy of the whole state until the optimizers' next step.
-            for one in copies:
-                one.free()
+            self.free()
             if self.private:
                 return
             marks = marks_of(layers)
