@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from ckptstore.formats.kernel_choice import KernelWarning as KernelWarning
     from ckptstore.formats.segment_files.segment import SegmentDoc as SegmentDoc
     from ckptstore.formats.segment_files.segment import TensorEntry as TensorEntry
+    from ckptstore.formats.states.shard import Shard as Shard
+    from ckptstore.formats.states.shard import Shards as Shards
     from ckptstore.formats.states.state import FlatState as FlatState
     from ckptstore.host.caller_warnings import BranchWarning as BranchWarning
     from ckptstore.host.caller_warnings import DamagedLogWarning as DamagedLogWarning
@@ -165,6 +167,7 @@ _HOMES = {
     "formats.kernel_choice": "KernelWarning",
     "formats.history.records": "FormatFile SegmentEntry",
     "formats.segment_files.segment": "SegmentDoc TensorEntry",
+    "formats.states.shard": "Shard Shards",
     "formats.states.state": "FlatState",
     "host.caller_warnings": (
         "BranchWarning DamagedLogWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning"

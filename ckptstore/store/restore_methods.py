@@ -52,8 +52,8 @@ class RestoreMethods(StoreHandle):
                 saved as numpy arrays (numpy's RNG state, say) always come back as numpy arrays.
             into: a state of the same structure, whose tensors are overwritten in place without a second copy in
                 memory. Everything but tensors comes from the checkpoint. The result has the tensors of `into`. Of a
-                DTensor only this rank's part is filled, whatever the sharding and the number of ranks when it was
-                saved; only the chunks that hold this part are read.
+                DTensor or `Shard` only this rank's part is filled, whatever the sharding and the number of ranks when
+                it was saved; only the chunks that hold this part are read.
             select: names of tensors, or globs (``model.*``); other tensors are left out of the result.
             device: device of the torch tensors.
             mmap: map uncompressed fulls instead of reading them: tensors are private, copy-on-write views of the file.
@@ -160,6 +160,8 @@ class RestoreMethods(StoreHandle):
     ) -> npt.NDArray[Any]:
         """One tensor's logical bytes, or those of a box of it (1-D uint8). Reads only the chunks that hold them.
 
+        Each call opens the checkpoint; `read_boxes` opens it once for many boxes, and `read_tensors` for many tensors.
+
         Args:
             box: slices, one for each dimension from the first on, as in ``numpy.s_[0:10, :]``: the elements of this box
                 in C order. Chunks of 16 MiB are read whole, because they are verified as a whole.
@@ -168,9 +170,57 @@ class RestoreMethods(StoreHandle):
             TensorNotFoundError, CorruptSegmentError, StorageError.
             UsageError: a slice of `box` has a step, or `box` has more slices than the tensor has dimensions.
         """
-        from ckptstore.restore.load import read_tensor
+        from ckptstore.restore.tensor_reads import read_tensor
 
         return self._with_remote_fallback(ref, lambda journal, one: read_tensor(journal, one, name, verify, box))
+
+    def read_boxes(
+        self,
+        ref: str | int,
+        boxes: Iterable[tuple[str, Sequence[tuple[int, int]] | None]],
+        *,
+        out: Sequence[Any] | None = None,
+        framework: Framework | None = None,
+        verify: bool = True,
+        threads: int | None = None,
+        progress: Progress | bool | None = None,
+    ) -> list[Any]:
+        """Read many boxes of many tensors: one open of the checkpoint, in parallel, each needed chunk once.
+
+        All names and boxes, and all of `out`, are checked before the first byte is read. Memory: the result, and two
+        chunks of 16 MiB for each thread.
+
+        Args:
+            boxes: pairs of a tensor's name (or place, as for `read_tensor`) and a box of it: (start, stop) for each
+                dimension, or None for the whole tensor. Boxes may overlap.
+            out: a tensor or array for each box, of the box's shape and the stored dtype, which is overwritten in place:
+                on any device, with any strides, such as a view of a larger tensor. None: new ones.
+            framework: of new ones: ``torch`` or ``numpy``; by default torch if this process has imported it.
+            verify, threads, progress: as for `load`.
+
+        Returns:
+            the members of `out`, or new ones, in the order of `boxes`.
+
+        Raises:
+            TensorNotFoundError: there is no tensor of that name; suggests names that are close.
+            UsageError: a box is not in its tensor, or a member of `out` does not fit, is read-only, or shares memory
+                with another; nothing was overwritten.
+            CorruptSegmentError, StorageError: as `load`. Members of `out` may have been overwritten, with verified
+                bytes only.
+
+        Example:
+            >>> import numpy
+            >>> store = open("memory://boxes")
+            >>> with store.writer() as writer:
+            ...     info = writer.save({"weight": numpy.arange(6).reshape(2, 3)}, step=1)
+            >>> column = store.read_boxes(1, [("weight", [(0, 2), (1, 2)])], framework="numpy")[0]
+            >>> column.tolist()
+            [[1], [4]]
+        """
+        from ckptstore.restore.tensor_reads import BoxOptions, read_boxes
+
+        requests, options = list(boxes), BoxOptions(out, framework, verify, threads, as_progress(progress))
+        return self._with_remote_fallback(ref, lambda journal, one: read_boxes(journal, one, requests, options))
 
     def read_tensors(
         self, ref: str | int = "latest", names: Iterable[str] | None = None, *, verify: bool = True
@@ -185,7 +235,7 @@ class RestoreMethods(StoreHandle):
         Raises:
             TensorNotFoundError, CorruptSegmentError, StorageError.
         """
-        from ckptstore.restore.load import read_tensors
+        from ckptstore.restore.tensor_reads import read_tensors
 
         return read_tensors(self.journal, ref, names, verify)
 
@@ -195,7 +245,7 @@ class RestoreMethods(StoreHandle):
         Raises:
             TensorNotFoundError, CorruptSegmentError, StorageError.
         """
-        from ckptstore.restore.load import chunks
+        from ckptstore.restore.tensor_reads import chunks
 
         return chunks(self.journal, ref, name, verify)
 
