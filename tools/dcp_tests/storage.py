@@ -18,7 +18,7 @@ from ckptstore.integrations.dcp import CkptstoreReader, CkptstoreWriter
 __all__ = ["FileSystemReader", "FileSystemWriter", "install"]
 
 
-class FileSystemWriter(CkptstoreWriter, BlockingAsyncStager):
+class FileSystemWriter(CkptstoreWriter):
     """Writes the next step of a store at ``path``."""
 
     def __init__(

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -38,8 +39,10 @@ __all__ = ["CkptstoreWriter"]
 _WORLD: Final = "world"
 
 
-class CkptstoreWriter(StorageWriter):
+class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
     """Writes what ``dcp.save`` and ``dcp.async_save`` pass on as one checkpoint of a store.
+
+    ``async_save`` copies the state by this class, as by torch's own writer, unless it is given an ``async_stager``.
 
     Attributes:
         saved: the checkpoint of the last save, on each rank; None before it.
@@ -72,6 +75,7 @@ class CkptstoreWriter(StorageWriter):
         """
         if isinstance(group, str) and group != _WORLD:
             raise UsageError(f"group={group!r:.80}: a process group, None, or {_WORLD!r}")
+        BlockingAsyncStager.__init__(self)
         self._url = None if store is None else os.fspath(store)
         self._step = step
         self._group = group
