@@ -24,6 +24,7 @@ __all__ = [
     "ADAPTERS",
     "Adapter",
     "copy_queue",
+    "device_bytes",
     "device_digests",
     "device_of",
     "environment",
@@ -237,6 +238,12 @@ def process_group(group: Any) -> tuple[int, int, Any]:
     from ckptstore.frameworks import torch_ranks  # see above
 
     return torch_ranks.process_group(group)
+
+
+def device_bytes() -> int:
+    """The device memory that this package holds in this process; 0 if nothing of it uses devices."""
+    module = sys.modules.get("ckptstore.frameworks.device_memory")
+    return 0 if module is None else int(module.held())
 
 
 def device_digests(sources: Mapping[str, TensorSource]) -> Mapping[str, int]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import torch
 from ckptstore.formats import digest as reference
 from ckptstore.formats.sources import TensorSource
 from ckptstore.frameworks import torch_tensors as adapter
+from ckptstore.frameworks.device_memory import HeldTensors
 
 __all__ = ["DeviceDigests", "device_digests", "digest", "digests", "partial_on_device", "partials_of_small"]
 
@@ -295,7 +296,11 @@ def _kept(constants: torch.Tensor) -> torch.Tensor:
     """Wait for the upload of constants, which was queued on one stream, so that any stream may use them."""
     if constants.is_cuda:
         torch.cuda.current_stream(constants.device).synchronize()
+        _constants.add(constants)
     return constants
+
+
+_constants: Final = HeldTensors()
 
 
 def _upload(constants: npt.NDArray[np.uint64], device: torch.device) -> torch.Tensor:

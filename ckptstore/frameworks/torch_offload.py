@@ -28,7 +28,16 @@ from ckptstore.frameworks.torch_digest import device_digests
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.host.buffers import MappedRegion, region_of
 
-__all__ = ["CopyQueue", "QueuedSource", "copy_queue", "device_of", "register", "registered", "uses_devices"]
+__all__ = [
+    "CopyQueue",
+    "PinnedCopy",
+    "QueuedSource",
+    "copy_queue",
+    "device_of",
+    "register",
+    "registered",
+    "uses_devices",
+]
 
 _log: Final = logging.getLogger("ckptstore")
 _lock: Final = threading.Lock()
@@ -241,6 +250,33 @@ class CopyQueue:
                 event = _event(stream)
                 for waiting in {*self._behind[device], torch.cuda.current_stream(device)}:
                     waiting.wait_event(event)
+
+
+class PinnedCopy:
+    """A copy of one small tensor on a CUDA device, in pinned memory of torch's. It is queued when this is made.
+
+    torch keeps pinned memory for the next copy of this size: only the first one may wait for the device.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """
+        Args:
+            tensor: work that is already queued on the current stream may still write to it; nothing may do so later.
+        """
+        self._device = tensor.device
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        stream = _copy_stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            self._host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)  # see `QueuedSource.read`
+        self._event = _event(stream)
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the copy, in any thread, and return it."""
+        with torch.cuda.device(self._device):  # see `register`
+            self._event.synchronize()
+        return self._host
 
 
 def copy_queue(sources: Mapping[str, TensorSource]) -> CopyQueue | None:

@@ -6,8 +6,10 @@ one fails, and the correct one never does.
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable
@@ -21,14 +23,16 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.errors import StorageError  # noqa: E402
 from ckptstore.formats.optim import arithmetic  # noqa: E402
-from ckptstore.frameworks import torch_offload  # noqa: E402
+from ckptstore.frameworks import bridge, torch_offload  # noqa: E402
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
 from ckptstore.training import LayerwiseSnapshots, TopKHook  # noqa: E402
-from ckptstore.training.layerwise.layer_sources import LayerSource  # noqa: E402
+from ckptstore.training.layerwise.layer_sources import LayerSource, staged  # noqa: E402
+from ckptstore.write.steps.updates import LateGradient, arrived  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
-from tests.training.test_on_device import check  # noqa: E402
+from tests.training.test_on_device import check, check_sparse  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.device.__main__ import main, measured  # noqa: E402
@@ -472,6 +476,14 @@ def test_training_with_a_checkpointer_and_an_agent(tmp_path: Path, way: str, mon
         assert not machine.hazards
 
 
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+def test_a_run_with_compressed_gradients(tmp_path: Path, scope: str) -> None:
+    with simulated(5) as machine, torch.cuda.stream(torch.cuda.Stream()):
+        check_sparse(tmp_path / "run", "cuda", scope)
+        torch.cuda.synchronize()
+        assert not machine.hazards
+
+
 SAVERS = {"one process": (False, 0), "agent": (True, 0), "ranks": (False, 2), "ranks with agents": (True, 2)}
 
 
@@ -489,6 +501,68 @@ def test_a_step_waits_for_no_device(
     assert row.waits
     assert row.to_host <= 1.02 * row.state_bytes
     assert not row.hazards
+    assert row.reported == row.kept
+    assert bool(row.kept) == (savers == "ranks"), "constants of the replicas' digests"
+
+
+@pytest.mark.parametrize("savers", ["one process", "ranks"])
+def test_a_step_with_compressed_gradients_waits_for_no_device(tmp_path: Path, savers: str) -> None:
+    """Neither does what compresses them. Besides the state only the entries leave the device, together."""
+    agent, ranks = SAVERS[savers]
+    row = measured(tmp_path / "run", "gradient+topk", parameters=6, agent=agent, ranks=ranks)
+    assert row.training_waits == 0, row.waits
+    assert sum(count for where, count in row.copied_by.items() if "torch_offload" in where) == max(ranks, 1)
+    assert not row.hazards
+    assert row.reported == row.kept > row.state_bytes / 3 - 1000
+
+
+Entries = list[dict[int, tuple[list[int], bytes, int]]]
+
+
+def compressed(seed: int, device: str, late: Callable[[TopKHook, Any], Any], **options: Any) -> Entries:
+    """Entries that the optimizer would consume, read after the gradients have changed -> by step and parameter."""
+    with simulated(seed) as machine, torch.cuda.stream(torch.cuda.Stream()):
+        chance = torch.Generator().manual_seed(0)
+        shapes = [(7, 9), (40,), (3,), (300, 20), (4, 5)]
+        parameters = [torch.nn.Parameter(torch.zeros(shape).to(device)) for shape in shapes]
+        hook = TopKHook(0.1, **options)
+        found: Entries = []
+        for step in range(5):
+            for one in parameters[: 4 if step < 3 else 5]:
+                one.grad = torch.randn(one.shape, generator=chance).to(device)
+            if step == 4:
+                parameters[3].grad = parameters[3].grad.t().contiguous().t()
+            machine.counts.reset()
+            hook.compress(parameters)
+            if step % 2:
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            if step == 3:
+                parameters[1].grad.add_(1.0)
+            asked = parameters[1:] if step == 2 else parameters
+            later = late(hook, asked)
+            assert not [wait for wait in machine.counts.waits if wait.where]
+            for one in parameters:
+                one.grad = None
+            read = {n: arrived(later[one]) for n, one in enumerate(parameters) if one in later}
+            found.append(
+                {
+                    n: (one.indices.tolist(), one.values.tobytes(), one.size)
+                    for n, one in read.items()
+                    if one is not None
+                }
+            )
+        torch.cuda.synchronize()
+        assert not machine.hazards
+        return found
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+def test_gradients_are_compressed_as_on_the_host(scope: str, momentum: float) -> None:
+    wanted = compressed(0, "cpu", TopKHook.consumed, scope=scope, momentum=momentum)
+    assert [sorted(one) for one in wanted] == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3], [0, 2, 3, 4], [0, 1, 2, 3, 4]]
+    for seed in SEEDS:
+        assert compressed(seed, "cuda", TopKHook.consumed_later, scope=scope, momentum=momentum) == wanted
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -551,6 +625,62 @@ def test_layer_by_layer(mode: str) -> None:
     assert [seed for seed in range(12) if not layer_by_layer(seed, mode, lambda _: None)] == []
 
 
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_a_device_holds_no_copies_of_layers_that_the_host_has(tmp_path: Path, mode: str) -> None:
+    row = measured(tmp_path / "run", "layerwise" if mode == "host" else f"layerwise+{mode}", parameters=6)
+    assert row.kept == 0
+    assert row.reported <= row.held, "the save is measured while its layers are copied"
+    assert (0 < row.held <= row.state_bytes) if mode == "device" else row.held == 0
+    assert row.training_waits == 0
+    assert row.to_host == row.state_bytes
+    assert not row.hazards
+
+
+def test_copies_of_layers_are_counted_until_they_are_freed() -> None:
+    with simulated() as machine:
+        weight = torch.zeros(30, 20, device="cuda")
+        before = bridge.device_bytes()
+        source = staged({"weight": TorchSource(weight)}, "device")
+        assert bridge.device_bytes() - before == weight.nbytes
+        source.end("layer")()
+        assert bridge.device_bytes() == before
+        with pytest.raises(StorageError, match="freed"):
+            source.sources["weight"].view()
+        torch.cuda.synchronize()
+        assert not machine.hazards
+
+
+def test_copies_for_an_abandoned_save_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only when Python collects cycles: most of their reads are cancelled."""
+    read = TorchSource.read
+
+    def slowly(source: TorchSource, offset: int, out: Any) -> None:
+        time.sleep(0.02)
+        read(source, offset, out)
+
+    monkeypatch.setattr(TorchSource, "read", slowly)
+    with simulated():
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(20))).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = bridge.device_bytes()
+        gc.disable()
+        try:
+            with (
+                ckptstore.open(f"memory://{uuid.uuid4().hex}").writer() as writer,
+                LayerwiseSnapshots(writer, model, optimizer, mode="device", packed=0) as it,
+            ):
+                for step in range(1, 4):
+                    it.begin(step)
+                    model(torch.ones(2, 64, device="cuda")).sum().backward()
+                    optimizer.step()
+                    assert step == 1 or bridge.device_bytes() > before
+                    it.abandon()
+                    assert bridge.device_bytes() == before
+        finally:
+            gc.enable()
+        torch.cuda.synchronize()
+
+
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "nobody waits before the layer changes": lambda patch: patch.setattr(LayerSource, "gate", lambda _: None),
     "the copy is not behind the update": lambda patch: patch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None),
@@ -562,20 +692,33 @@ def test_the_product_without_one_of_its_waits_is_caught(mutant: str) -> None:
     assert any(not layer_by_layer(seed, "device", MUTANTS[mutant]) for seed in SEEDS)
 
 
-def test_a_hook_of_ddp() -> None:
-    """DDP in one process, over a group that sends nothing: its buckets and hooks are torch's own."""
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hook_of_ddp(ranks: int, scope: Any) -> None:
+    """DDP in one process, over a group in which all ranks send the same: its buckets and hooks are torch's own."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     with simulated(3) as machine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=ranks)
         try:
-            model = torch.nn.Linear(8, 8, bias=False).cuda()
+            model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 2)).cuda()
             parallel = torch.nn.parallel.DistributedDataParallel(model)
-            hook = TopKHook(density=0.25)
+            hook = TopKHook(density=0.25, scope=scope)
             hook.register(parallel)
-            parallel(torch.arange(16.0, device="cuda").view(2, 8)).sum().backward()
-            assert model.weight.grad is not None
-            assert torch.count_nonzero(model.weight.grad).item() == 16
+            output = parallel(torch.randn(2, 8).cuda()).square().sum()
+            machine.counts.reset()
+            output.backward()
+            later = hook.consumed_later(list(model.parameters()))
+            assert not [wait for wait in machine.counts.waits if wait.where]
+            assert set(later) == set(model.parameters())
+            for one, found in later.items():
+                assert isinstance(found, LateGradient)
+                entries = found.read()
+                assert entries is not None
+                assert one.grad is not None
+                assert entries.dense().tobytes() == one.grad.cpu().numpy().tobytes()
+                sent = torch.count_nonzero(one.grad).item()
+                assert scope == "bucket" or sent == len(entries.indices) == max(1, one.numel() // 4)
         finally:
             torch.distributed.destroy_process_group()
         torch.cuda.synchronize()

@@ -181,11 +181,11 @@ def test_steps_that_a_scaler_skips(tmp_path: Path, way: str) -> None:
     check(tmp_path / "run", "cpu", way, scaled=True)
 
 
-def check_sparse(place: Path, device: str) -> None:
+def check_sparse(place: Path, device: str, scope: Any = "tensor") -> None:
     """Gradients that are compressed on their device."""
     with quiet():
         script = Script(device)
-        hook = TopKHook(density=0.05)
+        hook = TopKHook(density=0.05, scope=scope)
         states = {}
         with script.checkpointer(place, strategy="gradient", compressor=hook, full_every=5) as checkpointer:
             checkpointer.resume()
@@ -196,7 +196,7 @@ def check_sparse(place: Path, device: str) -> None:
         store = ckptstore.open(place)
         for step, state in states.items():
             same(listed(state["model"]), listed(on_host(store.load(step)["model"])), f"step {step}")
-        again, hook = Script(device, seed=7), TopKHook(density=0.05)
+        again, hook = Script(device, seed=7), TopKHook(density=0.05, scope=scope)
         with again.checkpointer(place, strategy="gradient", compressor=hook, full_every=5) as checkpointer:
             assert checkpointer.resume("4@1") == 4
             for step in range(5, STEPS + 1):
@@ -233,8 +233,9 @@ def test_steps_that_a_scaler_skips_on_a_gpu(tmp_path: Path, way: str, optimizer:
 
 @pytest.mark.gpu
 @on_gpu
-def test_compressed_gradients_on_a_gpu(tmp_path: Path) -> None:
-    check_sparse(tmp_path / "run", "cuda")
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+def test_compressed_gradients_on_a_gpu(tmp_path: Path, scope: str) -> None:
+    check_sparse(tmp_path / "run", "cuda", scope)
 
 
 @pytest.mark.gpu
@@ -259,6 +260,12 @@ def test_a_step_is_saved_as_it_was_while_the_device_lags_behind(tmp_path: Path, 
 
 QUEUED: dict[str, Callable[[], dict[str, Any]]] = {
     **{way: (lambda way=way: WAYS[way]) for way in WAYS if way != "auto"},  # type: ignore[misc]
+    "compressed gradients": lambda: {"strategy": "gradient", "full_every": 5, "compressor": TopKHook(0.05)},
+    "compressed in buckets": lambda: {
+        "strategy": "gradient",
+        "full_every": 5,
+        "compressor": TopKHook(0.05, scope="bucket"),
+    },
     "full by a rank": lambda: {"strategy": "full", "group": Group(0, 1, LocalMailbox())},
     "gradient by a rank": lambda: {"strategy": "gradient", "full_every": 5, "group": Group(0, 1, LocalMailbox())},
 }
@@ -271,21 +278,23 @@ def test_a_step_returns_while_its_copies_are_queued_on_a_gpu(tmp_path: Path, way
     """Once memory is registered: the device still has a second of other work to do when the call returns."""
     with quiet():
         script = Script("cuda", "AdamW foreach")
-        with script.checkpointer(tmp_path / "run", **QUEUED[way]()) as checkpointer:
+        options = QUEUED[way]()
+        hook = options.get("compressor")
+        with script.checkpointer(tmp_path / "run", **options) as checkpointer:
             checkpointer.resume()
             for _ in range(STEPS):
-                script.update()
+                script.update(hook)
                 pending = checkpointer.step()
                 assert pending is not None
                 pending.result()
                 time.sleep(0.2)  # memory is registered meanwhile
             torch.cuda.synchronize()
             torch.cuda._sleep(2_000_000_000)
-            script.update()
+            script.update(hook)
             wanted = {name: one.detach().clone() for name, one in script.model.state_dict().items()}
             pending = checkpointer.step()
             behind = not torch.cuda.current_stream().query()
-            script.update()
+            script.update(hook)
             assert behind, "the call waited for the device"
         found = ckptstore.open(tmp_path / "run").load(STEPS + 1)["model"]
         same(listed(on_host(wanted)), listed(on_host(found)))

@@ -6,11 +6,17 @@ Trains a small model with AdamW, and prints for one step in the middle what ``Ch
 ckptstore does until the next step begins, has the device do: bytes over the bus, waits of the host (those of the
 threads that train are counted apart) and who asked for them, launches, device memory that ckptstore allocates. Ranks
 are threads, each with a device of its own and the same model; their numbers are added up.
+
+``gradient+topk`` is ``gradient`` with a `TopKHook` (density 1 %, of each tensor or, ``+bucket``, of all of them); its
+``compress`` counts, too. ``layerwise`` is `LayerwiseSnapshots` in one process, with copies to the host or, ``+device``,
+on the device first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import json
 import os
 import sys
@@ -18,9 +24,9 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,12 +34,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+import ckptstore
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
+from ckptstore.write.saves.save_metrics import SaveMetrics
 from tools.device import Machine, simulated, why_not
 
 __all__ = ["Row", "main", "measured"]
 
-STRATEGIES: Final = ("full", "delta", "gradient")
+STRATEGIES: Final = (
+    "full", "delta", "gradient", "gradient+topk", "gradient+bucket", "layerwise", "layerwise+device"
+)  # fmt: skip
 REPLICA: Final = "replica"
 """A strategy of an agent alone."""
 STEPS: Final = 9
@@ -55,6 +65,8 @@ class Row:
         launches: kernels that ckptstore launched.
         launched_by, copied_by: the places that did, and how often.
         held: bytes of device memory that ckptstore had allocated, at most.
+        kept: of these, what it keeps from step to step.
+        reported: what `SaveMetrics` says that it keeps.
         waits: the places that waited for the device, the innermost first, and how often.
         training_waits: how many of these waits were in a thread that trains.
         script_launches: those of the script itself.
@@ -70,6 +82,8 @@ class Row:
     copies: int
     launches: int
     held: int
+    kept: int
+    reported: int
     waits: dict[str, int]
     training_waits: int
     launched_by: dict[str, int]
@@ -85,7 +99,7 @@ def measured(
 
     Args:
         place: where the store is made.
-        strategy: of the Checkpointer.
+        strategy: one of `STRATEGIES`.
         parameters: how many tensors the model has, an even number.
         seed: of the simulated machine.
         agent: have an agent save.
@@ -93,6 +107,7 @@ def measured(
     """
     import torch
 
+    gc.collect()  # Prevents: counting what the hook of an earlier call still holds.
     with simulated(seed, devices=max(ranks, 1)) as machine:
         torch.manual_seed(0)
         width = _REPLICATED_WIDTH if strategy == REPLICA else _WIDTH
@@ -108,7 +123,7 @@ def measured(
                 for one in trained:
                     one.result()
         assert step.row is not None
-        return step.row
+        return replace(step.row, reported=step.reported)
 
 
 class _Step:
@@ -116,6 +131,7 @@ class _Step:
 
     Attributes:
         row: what was counted.
+        reported: see `Row`.
     """
 
     def __init__(self, machine: Machine, strategy: str, model: Any, agent: bool, ranks: int) -> None:
@@ -128,12 +144,11 @@ class _Step:
         self._together = threading.Barrier(max(ranks, 1), timeout=120)
         self._training: set[int] = set()
         self._state_bytes = 0
+        self.reported = 0
 
     def train(self, place: Path, rank: int, group: Group | None) -> None:
         """Train a copy of the model, on the device of the rank's number."""
         import torch
-
-        from ckptstore.training import Checkpointer
 
         try:
             self._training.add(threading.get_ident())
@@ -142,18 +157,15 @@ class _Step:
                 model = copy.deepcopy(self._model).to(device)
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
                 chance = torch.Generator().manual_seed(0)
-                options: dict[str, Any] = {} if group is None else {"group": group}
-                with Checkpointer(
-                    place, model=model, optimizer=optimizer, strategy=self._strategy, agent=self._agent, **options
-                ) as checkpointer:
-                    checkpointer.resume()
+                with self._saving(place, model, optimizer, group) as (prepare, save):
                     for step in range(1, STEPS + 1):
                         inputs = torch.randn(8, model[0].in_features, generator=chance).to(device)
                         model(inputs).square().mean().backward()
                         if step == MIDDLE:
                             self._begin(rank)
+                        prepare(step)
                         optimizer.step()
-                        pending = checkpointer.step()
+                        pending = save(step)
                         if step in (MIDDLE - 1, MIDDLE) and pending is not None:
                             pending.result()  # so that one step's work is counted, and all of it
                         if step == MIDDLE:
@@ -162,6 +174,43 @@ class _Step:
         except BaseException:
             self._together.abort()
             raise
+
+    @contextlib.contextmanager
+    def _saving(
+        self, place: Path, model: Any, optimizer: Any, group: Group | None
+    ) -> Iterator[tuple[Callable[[int], object], Callable[[int], Any]]]:
+        """What a script calls before the optimizer's step, and after it -> the save."""
+        from ckptstore.training import Checkpointer, LayerwiseSnapshots, TopKHook
+
+        strategy, _, kind = self._strategy.partition("+")
+        if strategy == "layerwise":
+            mode: Any = kind or "host"
+            with (
+                ckptstore.open(place, create=True) as store,
+                store.writer(max_in_flight=2, on_metrics=self._measured) as writer,
+                LayerwiseSnapshots(writer, model, optimizer, mode=mode, packed=0) as snapshots,
+            ):
+                yield snapshots.begin, snapshots.save
+            return
+        scope: Any = "bucket" if kind == "bucket" else "tensor"
+        hook = TopKHook(0.01, scope=scope) if kind else None
+        options: dict[str, Any] = {} if group is None else {"group": group}
+        with Checkpointer(
+            place,
+            model=model,
+            optimizer=optimizer,
+            strategy=strategy,
+            agent=self._agent,
+            on_metrics=self._measured,
+            compressor=hook,
+            **options,
+        ) as checkpointer:
+            checkpointer.resume()
+            yield lambda _: hook and hook.compress(model.parameters()), lambda _: checkpointer.step()
+
+    def _measured(self, metrics: SaveMetrics) -> None:
+        if metrics.step == MIDDLE:
+            self.reported = metrics.device_bytes  # the same of all ranks, which are one process here
 
     def _begin(self, rank: int) -> None:
         import torch
@@ -195,6 +244,8 @@ class _Step:
             counts.of_product(copies),
             counts.of_product(launches),
             counts.product_peak,
+            counts.product,
+            0,
             dict(Counter(f"{one.why}: {' < '.join(one.where)}" for one in waits)),
             sum(one.thread in self._training for one in waits),
             {where: number for where, number in launches.most_common() if where is not None},
@@ -216,13 +267,23 @@ def _title(row: Row) -> str:
 def show(console: Console, rows: Sequence[Row]) -> None:
     """Print the table, and below it the places."""
     table = Table("strategy", title=f"Step {MIDDLE} of {STEPS}, as ckptstore asks it of a device", title_justify="left")
-    columns = ("state B", "to host B", "to device B", "copies", "launches", "host waits", "training waits", "held B")
+    columns = (
+        "state B",
+        "to host B",
+        "to device B",
+        "copies",
+        "launches",
+        "host waits",
+        "training waits",
+        "held B",
+        "kept B",
+    )
     for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
         waits = sum(row.waits.values())
         moved = (row.state_bytes, row.to_host, row.to_device, row.copies, row.launches)
-        numbers = (*moved, waits, row.training_waits, row.held)
+        numbers = (*moved, waits, row.training_waits, row.held, row.kept)
         table.add_row(_title(row), *(f"{one:,}" for one in numbers))
     console.print(table)
     for row in rows:

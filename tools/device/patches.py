@@ -214,11 +214,13 @@ def _methods(machine: Machine) -> dict[str, Any]:
 
 def _pinning(machine: Machine, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A factory whose ``pin_memory=True`` returns registered memory."""
+    kept: list[torch.Tensor] = []  # as torch keeps pinned memory; elsewhere its addresses would stay registered
 
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         found = make(*args, **kwargs)
         if pin_memory and found.device.type == "cpu" and found.numel():
             machine.ranges.add(*_storage(found))
+            kept.append(found.detach())
         return found
 
     return made

@@ -15,7 +15,7 @@ from ckptstore.formats.optim import KINDS, Optimizer, SparseGradient, Step, list
 from ckptstore.formats.sources import NumpySource, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.write.capture.snapshot import HostTensor
-from ckptstore.write.steps.updates import Update
+from ckptstore.write.steps.updates import Update, arrived
 
 __all__ = ["Packed", "read_updates", "updates_form"]
 
@@ -64,7 +64,7 @@ def updates_form(updates: Sequence[Update], layout: StateLayout, packed: Packed)
             [layout.numbers[slot] for slot in update.slots],
             optimizers.setdefault(update.optimizer, len(optimizers)),
             steps.setdefault(update.step, len(steps)),
-            _gradient_form(update.gradient, packed),
+            _gradient_form(arrived(update.gradient), packed),
         ]
         for update in updates
     ]

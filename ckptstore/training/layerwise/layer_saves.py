@@ -61,3 +61,10 @@ class StartedSave:
     missing: dict[str, set[int]]
     staged: dict[str, LayerSource] = field(default_factory=dict)
     stale: bool = False
+
+    def abandon(self) -> None:
+        """Give the save up, and free what the devices have copied for it. Returns when nothing reads the layers."""
+        self.save.abandon()
+        # Prevents: a device that holds these copies until Python collects cycles: their reads were cancelled.
+        for one in self.staged.values():
+            one.free()

@@ -10,14 +10,19 @@ import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 import torch
 
 from ckptstore.errors import StorageError
+from ckptstore.formats.sources import Bytes
+from ckptstore.frameworks.device_memory import HeldTensors
 from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes
 from ckptstore.training.layerwise.layers import place
 
-__all__ = ["LayerSource", "marks_of", "staged"]
+__all__ = ["CopyOnDevice", "LayerSource", "marks_of", "staged"]
+
+_copies: Final = HeldTensors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,7 @@ class LayerSource:
         marks: its memory, and how many changes torch had counted; see `marks_of`.
     """
 
-    sources: dict[str, TorchSource]
+    sources: Mapping[str, TorchSource | CopyOnDevice]
     private: bool
     refused: int
     marks: tuple[Hashable, ...]
@@ -42,13 +47,25 @@ class LayerSource:
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
 
-    def watch(self, layer: str) -> Callable[[], None] | None:
-        """A check to call when it is copied: raises `StorageError` if torch has counted a change since."""
-        if self.private:
-            return None
+    def free(self) -> None:
+        """Free the copies on devices. Nothing may read them any more."""
+        for one in self.sources.values():
+            if isinstance(one, CopyOnDevice):
+                one.free()
+
+    def end(self, layer: str) -> Callable[[], None]:
+        """What to call when it is in host memory: frees copies, or else checks the layer itself.
+
+        The check raises `StorageError` if torch has counted a change since.
+        """
+        layers = {name: one for name, one in self.sources.items() if isinstance(one, TorchSource)}
 
         def check() -> None:
-            marks = marks_of(self.sources)
+            # Prevents: a device that holds a copy of the whole state until the optimizers' next step.
+            self.free()
+            if self.private:
+                return
+            marks = marks_of(layers)
             changed = [name for name, was, now in zip(self.sources, self.marks, marks, strict=True) if was != now]
             if changed:
                 raise StorageError(
@@ -58,6 +75,39 @@ class LayerSource:
                 )
 
         return check
+
+
+class CopyOnDevice:
+    """A copy of a tensor on its device (`formats.sources.TensorSource`), freed once it is in host memory."""
+
+    __slots__ = ("_source", "dtype", "identity", "nbytes", "origin", "shape")
+
+    def __init__(self, source: TorchSource) -> None:
+        self.dtype = source.dtype
+        self.shape = source.shape
+        self.nbytes = source.nbytes
+        self.origin = source.origin
+        self.identity = source.identity
+        self._source: TorchSource | None = source
+        _copies.add(source.tensor)
+
+    def view(self) -> Bytes | None:
+        """See `TorchSource.view`."""
+        return self._copy.view()
+
+    def read(self, offset: int, out: Bytes) -> None:
+        """See `TorchSource.read`."""
+        self._copy.read(offset, out)
+
+    def free(self) -> None:
+        """Free the copy. It cannot be read any more."""
+        self._source = None
+
+    @property
+    def _copy(self) -> TorchSource:
+        if self._source is None:
+            raise StorageError("a layer's copy on its device was read after it was freed")
+        return self._source
 
 
 def staged(members: Mapping[str, TorchSource], mode: str) -> LayerSource:
@@ -85,7 +135,7 @@ def staged(members: Mapping[str, TorchSource], mode: str) -> LayerSource:
 
 def _on_device(members: Mapping[str, TorchSource]) -> LayerSource:
     """Copy each tensor on its device. Raises `torch.OutOfMemoryError`."""
-    sources: dict[str, TorchSource] = {}
+    sources: dict[str, CopyOnDevice] = {}
     streams = _behind(members)
     with torch.no_grad():
         for name, source in members.items():
@@ -94,7 +144,7 @@ def _on_device(members: Mapping[str, TorchSource]) -> LayerSource:
                 data = source.resolved
                 if stream is not None:
                     data.record_stream(stream)  # Prevents: memory that is reused while the copy is only queued.
-                sources[name] = TorchSource(data.clone(memory_format=torch.contiguous_format))
+                sources[name] = CopyOnDevice(TorchSource(data.clone(memory_format=torch.contiguous_format)))
     events = tuple((device, stream.record_event()) for device, stream in streams.items())
     return LayerSource(sources, True, 0, marks_of(members), events)
 

@@ -202,7 +202,7 @@ class LayerwiseSnapshots:
                 begun = early or StartedSave(self._begun(flat, step, form), form, {})
             except BaseException:
                 if early is not None:
-                    early.save.abandon()
+                    early.abandon()
                 raise
             return self._handed(begun, flat, form, metadata=metadata, tags=tags, updates=updates)
 
@@ -219,7 +219,7 @@ class LayerwiseSnapshots:
             self._under_way.append(begun)
             pending = begun.save.finish(**said)
         except BaseException:
-            begun.save.abandon()
+            begun.abandon()
             raise
         self._form = form
         self._log.saves += 1
@@ -247,7 +247,7 @@ class LayerwiseSnapshots:
         with self._lock:
             early, self._early = self._early, None
             if early is not None:
-                early.save.abandon()
+                early.abandon()
 
     def report(self) -> LayerwiseReport:
         """What the snapshots have cost so far."""
@@ -318,7 +318,7 @@ class LayerwiseSnapshots:
         found = staged(members, self.mode)
         self._log.refused += found.refused
         begun.staged.pop(layer, None)
-        begun.save.ready(layer, found.sources, found.watch(layer))
+        begun.save.ready(layer, found.sources, found.end(layer))
         begun.staged[layer] = found  # last: after an earlier Ctrl-C, save() copies it again
 
     def _in_flight(self) -> list[StartedSave]:
@@ -331,7 +331,7 @@ class LayerwiseSnapshots:
             self._log.copied(begun.save.copies())
 
     def _restart(self, early: StartedSave, why: str) -> None:
-        early.save.abandon()
+        early.abandon()
         self._log.restarts += 1
         self._log.restarted = why
 

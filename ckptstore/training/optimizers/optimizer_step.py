@@ -47,7 +47,7 @@ from ckptstore.formats.optim.step_settings import MAX_COUNT
 from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks.torch_optimizers import kind_of
 from ckptstore.frameworks.torch_tensors import TorchSource
-from ckptstore.write.steps.updates import Found, Update
+from ckptstore.write.steps.updates import Found, LateGradient, Update
 
 __all__ = ["LATER", "Gradients", "NotedStep", "OptimizerStep", "ParameterRow", "StepExplainer", "clip_factor"]
 
@@ -176,7 +176,7 @@ class NotedStep:
     groups: tuple[tuple[optim.Optimizer, float] | None, ...]
     skipped: bool
     moved: Sequence[bool] | None = None
-    gradients: Mapping[torch.Tensor, TorchSource | SparseGradient] = field(default_factory=dict)
+    gradients: Mapping[torch.Tensor, TorchSource | SparseGradient | LateGradient] = field(default_factory=dict)
     factors: tuple[float, float] = (1.0, 1.0)
 
     @classmethod
@@ -185,7 +185,7 @@ class NotedStep:
         optimizer: torch.optim.Optimizer,
         *,
         skipped: bool,
-        sparse: Mapping[torch.Tensor, SparseGradient] | None = None,
+        sparse: Mapping[torch.Tensor, SparseGradient | LateGradient] | None = None,
     ) -> NotedStep:
         """Note a step. Call it right after the step.
 

@@ -15,7 +15,7 @@ import torch
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.states.state import FlatState
 from ckptstore.training.optimizers.optimizer_step import NotedStep, OptimizerStep
-from ckptstore.write.steps.updates import Found, Updates
+from ckptstore.write.steps.updates import Found, LateGradient, Updates
 
 __all__ = ["CollectedSteps", "Compressor", "OptimizerTracker"]
 
@@ -36,6 +36,11 @@ class Compressor(Protocol):
 
     def consumed(self, parameters: Sequence[torch.Tensor]) -> Mapping[torch.Tensor, SparseGradient]:
         """The remaining entries of the current gradients, by parameter; only of parameters that have some."""
+
+    def consumed_later(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> Mapping[torch.Tensor, SparseGradient | LateGradient]:
+        """As `consumed`, without waiting for a device."""
 
 
 class OptimizerTracker:
@@ -62,7 +67,7 @@ class OptimizerTracker:
         self._counts = [0] * len(self._optimizers)
         self._steps: list[NotedStep | None] = [None] * len(self._optimizers)
         self._trouble = ""  # of a hook, since `collected`
-        self._sparse: list[Mapping[torch.Tensor, SparseGradient]] = [{} for _ in self._optimizers]
+        self._sparse: list[Mapping[torch.Tensor, SparseGradient | LateGradient]] = [{} for _ in self._optimizers]
         self._hooks: list[Any] = []
 
     def install(self, predict: bool) -> None:
@@ -138,7 +143,7 @@ class OptimizerTracker:
     def _before(self, number: int) -> None:
         if self._predict and self._compressor is not None:
             parameters = [one for group in self._optimizers[number].param_groups for one in group["params"]]
-            self._sparse[number] = self._compressor.consumed(parameters)
+            self._sparse[number] = self._compressor.consumed_later(parameters)
 
     def _after(self, number: int) -> None:
         self._counts[number] += 1

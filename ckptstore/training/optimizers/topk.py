@@ -19,6 +19,9 @@ Residuals are part of a run's state, and each rank has its own: the Checkpointer
 gradient in each step, so prediction cannot make them small, and they take most of a checkpoint's bytes. With
 ``exact=False`` they are not saved. Then a checkpoint is as small as what was sent, and a resumed run continues without
 what was not sent yet (as LowDiff does). That is not bit-identical, and a warning says so.
+
+On a CUDA device the host waits for nothing: every size follows from the density, and the entries that a step diff
+stores are copied to the host while training continues (`queued_entries`).
 """
 
 from __future__ import annotations
@@ -33,8 +36,11 @@ import torch
 
 from ckptstore.errors import UsageError
 from ckptstore.formats.optim import SparseGradient
+from ckptstore.frameworks.device_memory import bytes_of, count_in
 from ckptstore.frameworks.torch_tensors import counted_changes
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
+from ckptstore.training.optimizers.queued_entries import EntriesOnDevice, queued_entries
+from ckptstore.write.steps.updates import LateGradient, arrived
 
 __all__ = ["TopKHook"]
 
@@ -82,10 +88,12 @@ class TopKHook:
         # By the parameter itself: DDP puts parameters into other buckets after the first step.
         self._residuals: dict[torch.Tensor, torch.Tensor] = {}
         self._velocities: dict[torch.Tensor, torch.Tensor] = {}
-        self._indices: dict[torch.Tensor, torch.Tensor] = {}
+        self._indices: dict[torch.Tensor, torch.Tensor] = {}  # ascending, in host memory
+        self._on_device: dict[torch.Tensor, EntriesOnDevice] = {}
         self._left: dict[torch.Tensor, tuple[int, int]] = {}
         self._names: dict[torch.Tensor, str] = {}
         self._group: Any = None
+        count_in(self)
 
     def register(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         """Compress a model's gradients. Call it once, before the first backward."""
@@ -98,23 +106,24 @@ class TopKHook:
         if not all(one.is_contiguous() for one in gradients):
             raise UsageError("gradients that are not contiguous (channels_last) cannot be compressed")
         buffer: torch.Tensor = bucket.buffer()
-        picked, values = self._sent(parameters, gradients)
-        starts = accumulate((one.numel() for one in parameters), initial=0)
-        chosen = torch.cat([at + start for at, start in zip(picked, starts, strict=False)])
+        sent = self._sent(parameters, gradients)
         ranks = torch.distributed.get_world_size(self._group)
         # One collective for both: fp32 values travel as the int32 that have their bits.
-        letter = torch.cat([chosen.to(torch.int32), values.float().view(torch.int32)])
+        letter = torch.cat([sent.places.to(torch.int32), sent.values.float().view(torch.int32)])
         letters = letter.new_empty(ranks * letter.numel())
         handle = torch.distributed.all_gather_into_tensor(letters, letter, group=self._group, async_op=True)
 
         def averaged(_: Any) -> torch.Tensor:
             with torch.no_grad():
+                found = letters.view(ranks, 2, -1)
                 buffer.zero_()
-                for one in letters.view(ranks, 2, -1):
+                for one in found:
                     buffer.index_add_(0, one[0].long(), one[1].view(torch.float32).to(buffer.dtype))
                 buffer.div_(ranks)
-                everyones = letters.view(ranks, 2, -1)[:, 0].reshape(-1).long()
-                self._note(parameters, everyones.unique())  # type: ignore[no-untyped-call]
+                if buffer.is_cuda:
+                    self._note_on_device(parameters, found[:, 0], sent.counts)
+                else:
+                    self._note(parameters, found[:, 0].reshape(-1).long().unique())  # type: ignore[no-untyped-call]
             return buffer
 
         done: torch.futures.Future[torch.Tensor] = handle.get_future().then(averaged)
@@ -127,38 +136,76 @@ class TopKHook:
             if not found:
                 return
             gradients = [one.grad for one in found if one.grad is not None]
-            picked, values = self._sent(found, gradients)
-            parts = values.split([len(at) for at in picked])  # type: ignore[no-untyped-call]
-            for parameter, gradient, at, part in zip(found, gradients, picked, parts, strict=True):
-                gradient.zero_()
-                if gradient.is_contiguous():
-                    gradient.view(-1)[at] = part.to(gradient.dtype)
-                else:
-                    flat = torch.zeros(gradient.numel(), dtype=part.dtype, device=part.device)
-                    flat[at] = part
-                    gradient.copy_(flat.view(gradient.shape))
-                self._indices[parameter] = at.sort().values
+            sent = self._sent(found, gradients)
+            if sent.counts is None:
+                self._fill_pooled(gradients, sent)
+                self._note_on_device(found, sent.places, None)
+            else:
+                self._fill(found, gradients, sent)
+            for parameter, gradient in zip(found, gradients, strict=True):
                 self._left[parameter] = _version(gradient)
+
+    def _fill(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], sent: _Sent) -> None:
+        """Set gradients to what is sent of them."""
+        parts = sent.values.split(sent.counts)  # type: ignore[no-untyped-call]
+        for parameter, gradient, at, part in zip(parameters, gradients, sent.picked, parts, strict=True):
+            gradient.zero_()
+            if gradient.is_contiguous():
+                gradient.view(-1)[at] = part.to(gradient.dtype)
+            else:
+                flat = torch.zeros(gradient.numel(), dtype=part.dtype, device=part.device)
+                flat[at] = part
+                gradient.copy_(flat.view(gradient.shape))
+            if gradient.is_cuda:
+                self._on_device[parameter] = EntriesOnDevice((parameter,), at)
+            else:
+                self._indices[parameter] = at.sort().values
+
+    def _fill_pooled(self, gradients: Sequence[torch.Tensor], sent: _Sent) -> None:
+        """Set gradients to what is sent of all of them together."""
+        flat = torch.zeros(sum(one.numel() for one in gradients), device=sent.values.device)
+        flat[sent.places] = sent.values
+        for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):  # type: ignore[no-untyped-call]
+            gradient.copy_(part.view(gradient.shape))
 
     def consumed(self, parameters: Sequence[torch.Tensor]) -> Mapping[torch.Tensor, SparseGradient]:
         """What is left of the gradients, after clipping too: called before the optimizer consumes them.
 
-        A gradient to which something else was added (and so has entries elsewhere) is not in it.
+        A gradient to which something else was added (and so has entries elsewhere) is not in it. Waits for a device.
         """
-        found: dict[torch.Tensor, SparseGradient] = {}
+        read = {one: arrived(found) for one, found in self.consumed_later(parameters).items()}
+        return {one: found for one, found in read.items() if isinstance(found, SparseGradient)}
+
+    def consumed_later(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> Mapping[torch.Tensor, SparseGradient | LateGradient]:
+        """As `consumed`, but gradients on a CUDA device are copied to the host while training continues."""
+        found: dict[torch.Tensor, SparseGradient | LateGradient] = {}
+        unchanged: set[torch.Tensor] = set()
+        devices: dict[torch.device, dict[EntriesOnDevice, None]] = {}
         for parameter in parameters:
-            indices, gradient = self._indices.get(parameter), parameter.grad
-            if indices is None or gradient is None or gradient.dtype != torch.float32:
+            indices, on_device, gradient = self._indices.get(parameter), self._on_device.get(parameter), parameter.grad
+            if gradient is None or gradient.dtype != torch.float32:
                 continue
-            flat = gradient.detach().reshape(-1)
-            values = flat[indices]
             # Nobody has touched what `compress` has left: the rest need not be read. Who does so past torch's count
             # (``.data``) makes a step dearer to store: what is predicted from this is compared with the state. A
             # replica drops the step, and checks all gradients from then on.
-            if self._left.pop(parameter, None) != _version(gradient) and _entries(flat) != _entries(values):
-                continue
-            found[parameter] = SparseGradient(indices.cpu().numpy(), values.cpu().numpy(), flat.numel())
-        return found
+            touched = self._left.pop(parameter, None) != _version(gradient)
+            if on_device is not None:
+                devices.setdefault(gradient.device, {})[on_device] = None
+                if not touched:
+                    unchanged.add(parameter)
+            elif indices is not None:
+                flat = gradient.detach().reshape(-1)
+                values = flat[indices]
+                if touched and _entries(flat) != _entries(values):
+                    continue
+                found[parameter] = SparseGradient(indices.cpu().numpy(), values.cpu().numpy(), flat.numel())
+        with torch.no_grad():
+            for entries in devices.values():
+                found |= queued_entries(list(entries), unchanged)
+        asked = set(parameters)
+        return {parameter: one for parameter, one in found.items() if parameter in asked}
 
     def named(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Say what the parameters are called: `state_dict` and `load_state_dict` go by names."""
@@ -187,22 +234,30 @@ class TopKHook:
             for name, tensor in (state.get(kept, {}) if self.exact else {}).items():
                 own[parameters[name]] = tensor.to(parameters[name].device).clone()
         self._indices.clear()
+        self._on_device.clear()
         self._left.clear()
 
-    def _sent(
-        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Take what is sent out of the residuals -> which entries of each, and the values of all, one after another."""
+    def device_bytes(self) -> int:
+        """Bytes of device memory that it holds: residuals, velocities, and where it has found entries."""
+        # Copies of the values: training may add some meanwhile.
+        noted = {id(one): one.places for one in list(self._on_device.values())}
+        return bytes_of([*self._residuals.values(), *self._velocities.values(), *noted.values()])
+
+    def _sent(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> _Sent:
+        """Take what is sent out of the residuals."""
         kept = [self._accumulated(one, gradient) for one, gradient in zip(parameters, gradients, strict=True)]
         sizes = [one.numel() for one in kept]
         if sum(sizes) >= _MOST:
             raise UsageError(f"a bucket of {sum(sizes)} numbers, at most {_MOST - 1} can be sent; lower bucket_cap_mb")
+        starts = [*accumulate(sizes, initial=0)]
         if self.scope == "bucket":
             everything = torch.cat([one.view(-1) for one in kept])
-            chosen = _largest(everything, self._count(everything.numel())).sort().values
-            ends = torch.tensor(list(accumulate(sizes, initial=0)), device=chosen.device)
-            bounds = torch.searchsorted(chosen, ends).tolist()
-            starts = ends.tolist()
+            chosen = _largest(everything, self._count(everything.numel()))
+            if everything.is_cuda:
+                self._take_pooled(parameters, sizes, chosen)
+                return _Sent([], starts, everything[chosen], chosen)
+            chosen = chosen.sort().values
+            bounds = torch.searchsorted(chosen, torch.tensor(starts, device=chosen.device)).tolist()
             picked = [chosen[bounds[n] : bounds[n + 1]] - starts[n] for n in range(len(kept))]
         else:
             picked = [_largest(one.view(-1), self._count(one.numel())) for one in kept]
@@ -211,7 +266,16 @@ class TopKHook:
             residual.view(-1)[at] = 0
             if parameter in self._velocities:
                 self._velocities[parameter].view(-1)[at] = 0
-        return picked, values
+        return _Sent(picked, starts, values)
+
+    def _take_pooled(self, parameters: Sequence[torch.Tensor], sizes: Sequence[int], chosen: torch.Tensor) -> None:
+        """Clear what is sent of all parameters together; only the device knows how much that is of each."""
+        taken = torch.zeros(sum(sizes), dtype=torch.bool, device=chosen.device)
+        taken[chosen] = True
+        for parameter, part in zip(parameters, taken.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+            for kept in (self._residuals, self._velocities):
+                if parameter in kept:
+                    kept[parameter].view(-1).masked_fill_(part, 0)
 
     def _accumulated(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """A parameter's residual, with its gradient (or velocity) added."""
@@ -237,6 +301,59 @@ class TopKHook:
             first, last = torch.searchsorted(indices, torch.tensor([start, end], device=indices.device)).tolist()
             self._indices[parameter] = indices[first:last] - start
             start = end
+
+    def _note_on_device(
+        self, parameters: Sequence[torch.Tensor], places: torch.Tensor, counts: Sequence[int] | None
+    ) -> None:
+        """Remember where gradients on a device may differ from zero.
+
+        Args:
+            places: in all of them, one after another; of each rank.
+            counts: how many places there are of each parameter; None: only the device knows.
+        """
+        if counts is None:
+            entries = EntriesOnDevice(tuple(parameters), places.reshape(-1))
+            self._on_device.update(dict.fromkeys(parameters, entries))
+            return
+        start = 0
+        for parameter, own in zip(parameters, places.split(counts, dim=-1), strict=True):  # type: ignore[no-untyped-call]
+            self._on_device[parameter] = EntriesOnDevice((parameter,), (own - start).reshape(-1))
+            start += parameter.numel()
+
+
+class _Sent:
+    """What one rank sends of some gradients.
+
+    Attributes:
+        picked: which entries of each; empty if only a device knows.
+        counts: how many entries of each; None: only a device knows.
+        values: of all, in the order of `places`.
+    """
+
+    def __init__(
+        self,
+        picked: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        values: torch.Tensor,
+        places: torch.Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            starts: where each gradient starts, if they lie one after another.
+            places: which entries of all; None: see `picked`.
+        """
+        self.picked = picked
+        self.values = values
+        self.counts = [len(at) for at in picked] if places is None else None
+        self._starts = starts
+        self._places = places
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Which entries of all gradients, one after another."""
+        if self._places is not None:
+            return self._places
+        return torch.cat([at + start for at, start in zip(self.picked, self._starts, strict=False)])
 
 
 def _version(gradient: torch.Tensor) -> tuple[int, int]:

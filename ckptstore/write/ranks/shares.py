@@ -21,7 +21,7 @@ from ckptstore.formats.sources import BoxSource, place_of
 from ckptstore.formats.states.state import FlatState, TensorSource, places, select_places, tensor_count
 from ckptstore.frameworks import bridge
 from ckptstore.write.ranks.division import Family, Item, Rows, encode_items
-from ckptstore.write.steps.updates import Update
+from ckptstore.write.steps.updates import LateGradient, Update
 
 __all__ = ["ChosenDigests", "Holding", "Steady", "digests_of", "holding_of", "share_of", "steady", "updates_of"]
 
@@ -193,14 +193,14 @@ def updates_of(holding: Holding, writes: Mapping[str, Rows], updates: Sequence[U
 
 
 def _part_of(
-    gradient: TensorSource | SparseGradient | None, item: Item, rows: Rows
-) -> TensorSource | SparseGradient | None:
+    gradient: TensorSource | SparseGradient | LateGradient | None, item: Item, rows: Rows
+) -> TensorSource | SparseGradient | LateGradient | None:
     """The gradient of some rows of an item. A gradient of another size explains nothing and is returned whole."""
     if gradient is None or rows is None:
         return gradient
     count, row = math.prod(item.box.shape), math.prod(item.box.shape[1:])
     first, stop = rows[0] * row, rows[1] * row
-    if isinstance(gradient, SparseGradient):
+    if isinstance(gradient, SparseGradient | LateGradient):
         return gradient.part(first, stop) if gradient.size == count else gradient
     itemsize = dtypes.get(gradient.dtype).itemsize
     if gradient.nbytes != count * itemsize:

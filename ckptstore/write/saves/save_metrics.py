@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptstore.formats.states.state import FlatState
+from ckptstore.frameworks import bridge
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
@@ -35,6 +36,8 @@ class SaveMetrics:
         lag: when this save ended, how many steps its step was behind the newest step passed to the writer.
         error: the error that stopped it; None: it is durable.
         compacting: whether compaction in the writer's idle time was active when the save began, and paused for it.
+        device_bytes: device memory that ckptstore held in this process when the save was called, besides the state's
+            own tensors: the residuals of a `TopKHook`, copies of layers, constants of digests.
     """
 
     step: int
@@ -48,6 +51,7 @@ class SaveMetrics:
     lag: int
     error: BaseException | None = None
     compacting: bool = False
+    device_bytes: int = 0
 
     @property
     def rate(self) -> float:
@@ -67,13 +71,16 @@ class SaveMeasurement:
         stored: bytes on the medium, if they differ from those of the checkpoint: the bytes of one rank.
     """
 
-    def __init__(self, meter: Meter, step: int, nbytes: int, began: float, in_flight: int, beside: bool) -> None:
+    def __init__(
+        self, meter: Meter, step: int, nbytes: int, began: float, in_flight: int, beside: bool, device_bytes: int = 0
+    ) -> None:
         """
         Args:
             nbytes: the size of its tensors.
             began: when it began, on the monotonic clock.
             in_flight: saves in flight, including this one.
             beside: whether background work was active when it began.
+            device_bytes: see `SaveMetrics`.
         """
         self.waited = 0.0
         self.stored: int | None = None
@@ -81,6 +88,7 @@ class SaveMeasurement:
         self._nbytes = nbytes
         self._in_flight = in_flight
         self._beside = beside
+        self._device_bytes = device_bytes
         self._meter = meter
         self._began = began
         self._stall = 0.0
@@ -137,6 +145,7 @@ class SaveMeasurement:
                 max(0, self._meter.newest - self._step),
                 error,
                 self._beside,
+                self._device_bytes,
             )
         )
 
@@ -171,10 +180,11 @@ class Meter:
     def begin(self, flat: FlatState, step: int, began: float) -> SaveMeasurement:
         """Begin to measure a save whose call began at `began` on the monotonic clock."""
         nbytes = flat.nbytes
+        held = 0 if self._tell is None else bridge.device_bytes()
         with self._lock:
             self.newest = step
             self._under_way += 1
-            return SaveMeasurement(self, step, nbytes, began, self._under_way, self.beside())
+            return SaveMeasurement(self, step, nbytes, began, self._under_way, self.beside(), held)
 
     def tell(self, metrics: SaveMetrics) -> None:
         """Report a save that has ended."""

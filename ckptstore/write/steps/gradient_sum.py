@@ -23,7 +23,7 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.steps.resident_step import ResidentStep
 from ckptstore.write.steps.step_encoding import Base, EncodedStep, fitting_updates, numbers_of
-from ckptstore.write.steps.updates import Update
+from ckptstore.write.steps.updates import Update, arrived
 
 __all__ = ["GradientSum"]
 
@@ -123,10 +123,8 @@ def _copy(base: Base, name: str, out: Bytes) -> None:
 
 def _scaled(update: Update) -> npt.NDArray[Any]:
     """The gradient of an update as the optimizer consumed it, as a copy in fp32."""
-    if isinstance(update.gradient, optim.SparseGradient):
-        gradient = update.gradient.dense()
-    else:
-        gradient = numbers_of(update.gradient)
+    given = arrived(update.gradient)
+    gradient = given.dense() if isinstance(given, optim.SparseGradient) else numbers_of(given)
     for factor in update.step.scales:
         np.multiply(gradient, np.float32(factor), out=gradient)
     return gradient

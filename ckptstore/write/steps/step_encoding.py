@@ -36,7 +36,7 @@ from ckptstore.write.delta_encoding import (
     host_bytes,
 )
 from ckptstore.write.steps.unexplained_bytes import Excess
-from ckptstore.write.steps.updates import Update
+from ckptstore.write.steps.updates import Update, arrived
 
 __all__ = [
     "Base",
@@ -232,15 +232,15 @@ class Joined:
 
     def gradient(self, start: int, length: int, read: Read = host_bytes) -> optim.Gradient | None:
         """The gradient of the numbers of a chunk (`start` and `length` in bytes of fp32)."""
-        first = self.updates[0].gradient
+        first = arrived(self.updates[0].gradient)
         if first is None:
             return None
         if isinstance(first, optim.SparseGradient):
             if len(self.updates) == 1:
                 return first.part(start // 4, (start + length) // 4)
-            return _sparse_end_to_end([update.gradient for update in self.updates])
+            return _sparse_end_to_end([arrived(update.gradient) for update in self.updates])
         cut = len(self.updates) == 1
-        parts = [_numbers(update.gradient, start, length, cut, read) for update in self.updates]
+        parts = [_numbers(arrived(update.gradient), start, length, cut, read) for update in self.updates]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def excess(self, stored: int | None) -> Excess | None:
@@ -265,7 +265,7 @@ class Joined:
                 source = self.flat.tensors[name]
                 at, count = (start, length) if len(self.updates) == 1 else (0, source.nbytes)
                 pieces.append(Piece(source, at, count, room[name][at : at + count]))
-            gradient = None if encoding == "predicted" else update.gradient
+            gradient = None if encoding == "predicted" else arrived(update.gradient)
             if gradient is not None and not isinstance(gradient, optim.SparseGradient):
                 at, count = _range(gradient, start, length, len(self.updates) == 1)
                 pieces.append(Piece(gradient, at, count))
@@ -319,7 +319,10 @@ def _stored(unit: tuple[EncodedTensor, ...] | None) -> int | None:
 
 # -- grouping parameters
 def fitting_updates(updates: Sequence[Update], flat: FlatState, base: Base) -> Iterator[Update]:
-    """The updates whose tensors exist before and after the step, are fp32 of one shape, and are in no other update."""
+    """The updates whose tensors exist before and after the step, are fp32 of one shape, and are in no other update.
+
+    Waits for gradients that a device still sends: what this returns has no `LateGradient`.
+    """
     taken: set[str] = set()
     for update in updates:
         specs = {
@@ -334,20 +337,21 @@ def fitting_updates(updates: Sequence[Update], flat: FlatState, base: Base) -> I
         if len(set(update.slots)) != len(update.slots) or len(update.slots) != len(_slots_of(update)):
             continue
         taken.update(update.slots)
-        yield update if _fits(update, flat) else Update(update.slots, update.optimizer, update.step)
+        gradient = arrived(update.gradient)
+        if not _fits(gradient, flat.tensors[update.slots[0]].nbytes // 4):
+            gradient = None
+        yield update if gradient is update.gradient else replace(update, gradient=gradient)
 
 
 def _slots_of(update: Update) -> tuple[str, ...]:
     return update.optimizer.rule(update.step, update.optimizer.variants[0]).slots
 
 
-def _fits(update: Update, flat: FlatState) -> bool:
-    """Whether the update has a gradient of the parameter's size."""
-    count = flat.tensors[update.slots[0]].nbytes // 4
-    if isinstance(update.gradient, optim.SparseGradient):
-        return update.gradient.size == count
-    source = update.gradient
-    return source is not None and _ITEMSIZES.get(source.dtype, 0) * count == source.nbytes
+def _fits(gradient: TensorSource | optim.SparseGradient | None, count: int) -> bool:
+    """Whether it is a gradient of `count` numbers."""
+    if gradient is None or isinstance(gradient, optim.SparseGradient):
+        return gradient is None or gradient.size == count
+    return _ITEMSIZES.get(gradient.dtype, 0) * count == gradient.nbytes
 
 
 _ITEMSIZES: Final = {"F32": 4, "BF16": 2, "F16": 2}
@@ -355,11 +359,12 @@ _WORDS: Final = {"F32": "<u4", "BF16": "<u2", "F16": "<f2"}
 
 
 def _kind(update: Update) -> str:
-    if update.gradient is None:
+    gradient = arrived(update.gradient)
+    if gradient is None:
         return ""
-    if isinstance(update.gradient, optim.SparseGradient):
-        return f"sparse {update.gradient.values.dtype.str}"
-    return update.gradient.dtype
+    if isinstance(gradient, optim.SparseGradient):
+        return f"sparse {gradient.values.dtype.str}"
+    return gradient.dtype
 
 
 def join(updates: Iterator[Update], flat: FlatState, base: Base) -> Iterator[Joined]:

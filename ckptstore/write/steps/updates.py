@@ -18,13 +18,37 @@ if TYPE_CHECKING:
 __all__ = [
     "Explaining",
     "Found",
+    "LateGradient",
     "Update",
     "Updates",
+    "arrived",
     "dense_gradients",
     "looked_up",
     "with_copies",
     "with_sparse_copies",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class LateGradient:
+    """A sparse gradient that a device still sends: whoever compresses the step waits for it, and training does not.
+
+    Attributes:
+        size: numbers in the parameter.
+        read: waits, and returns the gradient; None: it turned out not to be sparse. It may be called again.
+    """
+
+    size: int
+    read: Callable[[], SparseGradient | None]
+
+    def part(self, start: int, stop: int) -> LateGradient:
+        """The gradient of the numbers from ``start`` to ``stop``."""
+
+        def read() -> SparseGradient | None:
+            whole = self.read()
+            return None if whole is None else whole.part(start, stop)
+
+        return LateGradient(min(stop, self.size) - start, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +65,14 @@ class Update:
         step: the numbers of this step.
         gradient: the gradient that the optimizer consumed, before loss scale and clipping of `step` are applied: a
             tensor of the parameter's size (fp32, bf16 or fp16), or its largest entries (indices into the flattened
-            parameter), or None if it is not available. It must not change until the save has read it.
+            parameter), which may still be on their way, or None if it is not available. It must not change until the
+            save has read it.
     """
 
     slots: tuple[str, ...]
     optimizer: Optimizer
     step: Step
-    gradient: TensorSource | SparseGradient | None = None
+    gradient: TensorSource | SparseGradient | LateGradient | None = None
 
 
 class Found(list[Update]):
@@ -121,6 +146,11 @@ class Explaining:
         )
 
 
+def arrived(gradient: TensorSource | SparseGradient | LateGradient | None) -> TensorSource | SparseGradient | None:
+    """A gradient; waits for a `LateGradient`."""
+    return gradient.read() if isinstance(gradient, LateGradient) else gradient
+
+
 def with_sparse_copies(updates: Sequence[Update]) -> list[Update]:
     """The updates with copies of their sparse gradients; other gradients are read in place."""
     taken = list(updates)
@@ -145,7 +175,7 @@ def dense_gradients(updates: Sequence[Update]) -> FlatState:
     dense: dict[str, TensorSource] = {
         str(number): update.gradient
         for number, update in enumerate(updates)
-        if update.gradient is not None and not isinstance(update.gradient, SparseGradient)
+        if update.gradient is not None and not isinstance(update.gradient, SparseGradient | LateGradient)
     }
     return FlatState(None, dense)
 
