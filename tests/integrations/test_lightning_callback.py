@@ -29,7 +29,7 @@ import ckptstore
 from ckptstore import DeterminismWarning
 from ckptstore.errors import UsageError
 from ckptstore.integrations.lightning import CkptstoreCallback
-from tests.forms import LONG, short_or
+from tests.forms import LONG, long_only, short_or
 from tests.integrations.lightning_job import CASES, Net, Stop, fit, trainer_of
 from tools.warm import MODULES, Warm
 
@@ -41,7 +41,13 @@ pytestmark = [
     ),
 ]
 
-IN_PROCESS = [name for name in CASES if name not in ("killed", "ddp", "fsdp")]
+LONGER = ("accumulate", "generator", "steps", "workers")
+"""Cases of which CI tries each part in another case."""
+IN_PROCESS = [
+    pytest.param(name, marks=long_only if name in LONGER else ())
+    for name in CASES
+    if name not in ("killed", "ddp", "fsdp")
+]
 STOPS = (1, 10, 11) if not LONG else (1, 2, 5, 10, 11, 12, 13, 20, 22, 23, 24)
 """At the end of an epoch and in its middle, also where `limit` ends one."""
 
