@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, TypeVar
@@ -13,8 +13,9 @@ from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.records import SegmentEntry
 from ckptstore.formats.segment_files.boxes import Box
 from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
-from ckptstore.formats.states.state import Origin, unflatten
+from ckptstore.formats.states.state import Origin, places, select, unflatten
 from ckptstore.frameworks import bridge
+from ckptstore.frameworks.flat_states import tensors_and_data
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.caller_warnings import LossyWarning, warn
 from ckptstore.host.option_checks import MOST_THREADS, whole
@@ -48,6 +49,7 @@ __all__ = [
     "LoadOptions",
     "describe",
     "load",
+    "mappable",
     "rebuild",
     "restore_with",
     "tensors",
@@ -73,10 +75,13 @@ class LoadOptions:
     threads: int | None = None
     progress: Progress | None = None
     rank: int | None = None
+    layout: Literal["nested", "flat"] = "nested"
 
     def __post_init__(self) -> None:
         if self.framework not in (None, "torch", "numpy"):
             raise UsageError(f"framework={self.framework!r}: 'torch' or 'numpy'")
+        if self.layout not in ("nested", "flat"):
+            raise UsageError(f"layout={self.layout!r}: 'nested' or 'flat'")
         if self.threads is not None:
             whole("threads", self.threads, 1, MOST_THREADS)
         if self.rank is not None:
@@ -151,10 +156,19 @@ def rebuild(found: RestoreSource, options: LoadOptions) -> Any:
                 placed, _restore_into(_Requested.of(found, placed, targets), targets, readers, options)
             )
 
-    def resolve(name: str, origin: Origin) -> Any:
-        return resolvers[name](name, origin)
+    made: dict[str, Any] = {}
 
-    return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
+    def resolve(name: str, origin: Origin) -> Any:
+        made[name] = tensor = resolvers[name](name, origin)
+        return tensor
+
+    revive = bridge.tensors().revive if options.to_torch else None
+    state = unflatten(picked.tree(), resolve, revive)
+    if options.layout == "nested":
+        return state
+    there = places(picked.whole) if picked.all else picked.kept.values()
+    rest = unflatten(select(picked.whole, set()), resolve, revive)
+    return tensors_and_data(state, {place.name: made[place.tensor] for place in there}, rest)
 
 
 def _targets(found: RestoreSource, picked: TensorSelection, options: LoadOptions) -> Targets:
@@ -214,6 +228,13 @@ def _in_place(chain: Chain) -> bool:
     return not chunks or chunks[0].offset % dtypes.get(chain.tensor.dtype).itemsize == 0
 
 
+def mappable(wanted: Mapping[str, Chain]) -> list[tuple[SegmentReader, list[TensorEntry]]]:
+    """The segments that hold tensors which can be mapped. Raises `UsageError` if one of them cannot."""
+    if coded := [name for name, chain in wanted.items() if not _in_place(chain)]:
+        raise UsageError(f"mmap=True needs an uncompressed full checkpoint; {coded[0]!r} is stored as something else")
+    return _by_segment(wanted.values())
+
+
 def _large_unaligned(chain: Chain) -> bool:
     """Whether a raw tensor, at an offset valid for its dtype, is not aligned to `LINE` and is too large to copy."""
     return chain.tensor.nbytes >= _COPIED and chain.tensor.chunks[0].offset % LINE != 0
@@ -267,10 +288,8 @@ def _read(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, adva
 
 def _mapped(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance) -> dict[str, Bytes]:
     """The same as `_read`, but mapped."""
-    if coded := [name for name, chain in wanted.items() if not _in_place(chain)]:
-        raise UsageError(f"mmap=True needs an uncompressed full checkpoint; {coded[0]!r} is stored as something else")
     data: dict[str, Bytes] = {}
-    for reader, members in _by_segment(wanted.values()):
+    for reader, members in mappable(wanted):
         data |= map_tensors(reader, members, readers.pool, verify=options.verify, advance=advance)
     return data
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
     from ckptstore.host.progress import Progress
     from ckptstore.log.journal import Journal
+    from ckptstore.restore.mapped_tensors import MappedTensors
+    from ckptstore.restore.stored_files import StoredFile
 
 __all__ = ["RestoreMethods"]
 
@@ -43,6 +45,7 @@ class RestoreMethods(StoreHandle):
         threads: int | None = None,
         progress: Progress | bool | None = None,
         rank: int | None = None,
+        layout: Literal["nested", "flat"] = "nested",
     ) -> Any:
         """Restore the state of a checkpoint, bit for bit.
 
@@ -57,7 +60,7 @@ class RestoreMethods(StoreHandle):
             select: names of tensors, or globs (``model.*``); other tensors are left out of the result.
             device: device of the torch tensors.
             mmap: map uncompressed fulls instead of reading them: tensors are private, copy-on-write views of the file.
-                Sharded tensors are read and assembled.
+                Sharded tensors are read and assembled. `map_tensors` verifies each when it is asked for.
             verify: compare every byte read with its checksum. If you turn this off, damage goes unnoticed.
             threads: number of reading threads; default: the number of cores, at most 4.
             progress: called with (bytes done, total bytes) of the tensors that are restored, from any thread, one call
@@ -65,6 +68,8 @@ class RestoreMethods(StoreHandle):
             rank: for a checkpoint that many ranks saved: return this rank's values where the ranks differ (random
                 numbers, data loader). If fewer ranks saved, `rank` modulo their number. None: all tensors of all ranks,
                 and everything else from the first rank.
+            layout: ``nested``: the state as it was saved. ``flat``: a tuple of the tensors by name (a dict) and of the
+                data; of a state that `flat_state` did not make, the data is the state without its tensors.
 
         Raises:
             CheckpointNotFoundError, TensorNotFoundError: no such checkpoint, or nothing matches `select`.
@@ -75,7 +80,9 @@ class RestoreMethods(StoreHandle):
         """
         from ckptstore.restore.load import LoadOptions, load  # imports numpy, which only a load needs
 
-        options = LoadOptions(framework, into, select, device, mmap, verify, threads, as_progress(progress), rank)
+        options = LoadOptions(
+            framework, into, select, device, mmap, verify, threads, as_progress(progress), rank, layout
+        )
         return self._with_remote_fallback(ref, lambda journal, one: load(journal, one, options))
 
     def _with_remote_fallback(self, ref: str | int, work: Callable[[Journal, str | int], _T]) -> _T:
@@ -238,6 +245,56 @@ class RestoreMethods(StoreHandle):
         from ckptstore.restore.tensor_reads import read_tensors
 
         return read_tensors(self.journal, ref, names, verify)
+
+    def map_tensors(
+        self,
+        ref: str | int = "latest",
+        *,
+        select: str | Sequence[str] | None = None,
+        framework: Framework | None = None,
+    ) -> MappedTensors:
+        """Map the tensors of an uncompressed full, and verify each when it is first asked for.
+
+        Nothing but headers is read until then. ``load(mmap=True)`` verifies all tensors before it returns.
+
+        Args:
+            ref: a checkpoint of a local store whose tensors are stored uncompressed and whole.
+            select: as for `load`.
+            framework: ``torch`` or ``numpy``; by default torch if this process has imported it.
+
+        Returns:
+            a mapping of names (as in `select`) to private, copy-on-write views. It needs this `Store` no more.
+
+        Raises:
+            CheckpointNotFoundError, TensorNotFoundError: as `load`.
+            UsageError: the medium cannot map, or a tensor is compressed, part of a delta, or in shards.
+            CorruptSegmentError, StorageError: a header is damaged, or cannot be read.
+        """
+        from ckptstore.restore.mapped_tensors import map_tensors
+
+        return map_tensors(self.journal, ref, select, framework)
+
+    def file_of(self, ref: str | int = "latest") -> list[StoredFile]:
+        """The safetensors files in which a full checkpoint lies, for programs that map such files.
+
+        Only the headers are verified: `map_tensors` or `verify` compare the tensors with their hashes. A file that a
+        program has open or mapped keeps its contents. Before that, a retired checkpoint may be collected: tag it.
+
+        Args:
+            ref: a checkpoint whose tensors are stored uncompressed.
+
+        Returns:
+            each file, with the tensors that it has: several if the state is large, or many ranks saved it.
+
+        Raises:
+            CheckpointNotFoundError: no such checkpoint.
+            UsageError: it is a delta, a step diff or compressed (the message says what to do), or other programs cannot
+                open the medium.
+            CorruptSegmentError, StorageError: a header is damaged, or cannot be read.
+        """
+        from ckptstore.restore.stored_files import file_of
+
+        return file_of(self.journal, ref)
 
     def chunks(self, ref: str | int, name: str, *, verify: bool = True) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Iterate over one tensor's logical bytes, chunk by chunk: (offset, uint8 array valid until the next one).

@@ -191,6 +191,15 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path, c
         assert not first.any()
 
 
+def test_errors_of_read_tensor_name_tensor_and_shape(tmp_path: Path) -> None:
+    store = saved(tmp_path / "store", {"layer": {"weight": numbers((4, 3))}})
+    with pytest.raises(UsageError, match=r"tensor 'layer\.weight': box= has 3 slices, .* of shape \[4, 3\]"):
+        store.read_tensor(1, "layer.weight", box=np.s_[:, :, :])
+    for call in (store.read_tensor, store.chunks, lambda ref, name: list(store.read_tensors(ref, [name]))):
+        with pytest.raises(TensorNotFoundError, match=r"no tensor is named 'layer\.wieght'; close: layer\.weight"):
+            list(call(1, "layer.wieght"))
+
+
 def test_boxes_that_share_memory_of_the_caller_are_refused(tmp_path: Path) -> None:
     store = saved(tmp_path / "store", {"w": numbers((4, 4))})
     mine = np.zeros((4, 4), "<f4")
