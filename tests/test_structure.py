@@ -17,7 +17,7 @@ from tools.structure import Function, Tree, main, modules_page, read_tree
 
 ROOT = Path(__file__).parent.parent
 PARAMETERS, LINES = 8, 60
-TORCH_ROOMS = ("ckptstore.frameworks", "ckptstore.training")
+TORCH_ROOMS = ("ckptstore.frameworks", "ckptstore.integrations", "ckptstore.training")
 
 
 @cache
