@@ -71,7 +71,10 @@ if TYPE_CHECKING:
     from ckptstore.formats.kernel_choice import KernelWarning as KernelWarning
     from ckptstore.formats.segment_files.segment import SegmentDoc as SegmentDoc
     from ckptstore.formats.segment_files.segment import TensorEntry as TensorEntry
+    from ckptstore.formats.states.shard import Shard as Shard
+    from ckptstore.formats.states.shard import Shards as Shards
     from ckptstore.formats.states.state import FlatState as FlatState
+    from ckptstore.frameworks.flat_states import flat_state as flat_state
     from ckptstore.host.caller_warnings import BranchWarning as BranchWarning
     from ckptstore.host.caller_warnings import DamagedLogWarning as DamagedLogWarning
     from ckptstore.host.caller_warnings import DeterminismWarning as DeterminismWarning
@@ -123,7 +126,9 @@ if TYPE_CHECKING:
     from ckptstore.reports.store_stats import ClassBytes as ClassBytes
     from ckptstore.reports.store_stats import Share as Share
     from ckptstore.reports.store_stats import StoreStats as StoreStats
+    from ckptstore.restore.mapped_tensors import MappedTensors as MappedTensors
     from ckptstore.restore.restore_plan import Plan as Plan
+    from ckptstore.restore.stored_files import StoredFile as StoredFile
     from ckptstore.store import Store as Store
     from ckptstore.store import open as open
     from ckptstore.store import repair as repair
@@ -165,7 +170,9 @@ _HOMES = {
     "formats.kernel_choice": "KernelWarning",
     "formats.history.records": "FormatFile SegmentEntry",
     "formats.segment_files.segment": "SegmentDoc TensorEntry",
+    "formats.states.shard": "Shard Shards",
     "formats.states.state": "FlatState",
+    "frameworks.flat_states": "flat_state",
     "host.caller_warnings": (
         "BranchWarning DamagedLogWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning"
         " HiddenTensorsWarning LossyWarning LostStepsWarning RemoteWarning UnexplainedStepWarning UnpinnedWarning"
@@ -193,7 +200,9 @@ _HOMES = {
     "reports.runs": "FoundRuns RunInfo find_runs",
     "reports.run_comparison": "SideBySide",
     "reports.store_stats": "ClassBytes Share StoreStats",
+    "restore.mapped_tensors": "MappedTensors",
     "restore.restore_plan": "Plan",
+    "restore.stored_files": "StoredFile",
     "store": "Store open repair verify",
     "tiers.store_sync": "Synced",
     "write.policy.delta_options": "DeltaOptions",

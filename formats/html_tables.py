@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from html import escape
 from typing import Any, Final, Self, SupportsIndex, TypeVar, overload
 
 __all__ = ["HtmlTable", "Rows", "counted", "table", "text"]
@@ -23,6 +22,7 @@ _CELL: Final = "text-align:left;vertical-align:top;padding:2px 8px"
 
 def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return an HTML table of texts, all of them escaped. Without headings it has no header line."""
+    from html import escape  # its table of entities takes a millisecond, which only notebooks need
 
     def line(cells: Sequence[str], tag: str) -> str:
         inner = "".join(f'<{tag} style="{_CELL}">{escape(cell)}</{tag}>' for cell in cells)

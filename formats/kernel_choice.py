@@ -36,6 +36,10 @@ can read. Three measures ensure this:
 
 In each case all compiled kernels are switched off in this process, a `KernelWarning` names the kernel, and numpy does
 the rest. ``NUMBA_DISABLE_JIT`` also means no numba: run as plain Python, the loops would compute something else.
+
+numba's import and its first loops take half a second. So unless ``CKPTSTORE_KERNELS`` is set, numpy does the work of a
+process until a call has `LARGE` bytes, or all calls together have had `MANY`: a script that saves a few small states
+never imports numba.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import update_wrapper, wraps
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -59,12 +63,20 @@ from ckptstore.formats.kernel_cache import machine_code
 KINDS = ("numpy", "compiled")
 VARIABLE = "CKPTSTORE_KERNELS"
 WORDS = (1, 2, 4, 8)
+LARGE: Final = 1 << 20
+"""Bytes of one call that are worth the import of numba."""
+MANY: Final = 64 << 20
+"""Bytes of all calls that are worth it: in numpy they take about as long as the import."""
+_CALL: Final = 1 << 12
+"""What a call counts for in addition to its bytes: numpy takes some microseconds for the smallest array."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = threading.RLock()
 _compiled: bool | None = None
 _loaded = 0
 _doubts = 0
+_done = 0
+_used = False
 _SMALL = 8
 """Integers below this select what a kernel does, such as ``how`` of ``combine``; larger ones are sizes and limits."""
 
@@ -90,9 +102,16 @@ def kind() -> str:
 
 def use(wanted: str | None) -> None:
     """Select the form of hot kernels for all threads; None: as the environment says. Raises the errors of ``kind``."""
-    global _compiled
+    global _compiled, _done, _used
     with _lock:
         _compiled = None if wanted is None else _decided(wanted)
+        _used |= bool(_compiled)
+        _done = 0
+
+
+def used() -> bool:
+    """Return whether this process uses compiled kernels, or has used them. Does not import numba."""
+    return _used
 
 
 def steady(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -158,13 +177,13 @@ def confirmed(work: Callable[[], _R], *, since: bool = False) -> _R:
         CorruptSegmentError: numpy finds damage, too; or the stored bytes do not match their checksum, which does not
             depend on kernels (`CorruptSegmentError.computed` is False).
     """
-    if not (since or _use_compiled()):
-        return work()
+    before = _compiled
     try:
         return work()
     except (CorruptSegmentError, KernelError) as error:
         # Prevents: an intact checkpoint reported as damaged, or dropped, because a compiled kernel is wrong.
-        if not getattr(error, "computed", True):
+        compiled = before or (before is None and _compiled is not None)  # None: `work` decided it, or had too few bytes
+        if not (since or compiled) or not getattr(error, "computed", True):
             raise
     with doubted():
         result = work()
@@ -214,7 +233,7 @@ class Hot(Generic[_P, _R]):
             KernelError: the compiled form failed, and the arguments may be partly changed. It is now switched off.
             Anything that the reference raises.
         """
-        if kwargs or not (_use_compiled() if _compiled is None else _compiled):
+        if kwargs or not (_worth_compiling(args) if _compiled is None else _compiled):
             return self.reference(*args, **kwargs)
         arguments: tuple[Any, ...] = args
         if self._compare:
@@ -386,11 +405,28 @@ def _numba_type(argument: str) -> Any:
     return types.Array(element, 1, "C", readonly=not argument.endswith("!"), aligned=False)
 
 
+def _worth_compiling(args: Sequence[Any]) -> bool:
+    """Whether to run the compiled form, while that is undecided: calls of few bytes decide nothing."""
+    global _done
+    if not os.environ.get(VARIABLE):
+        nbytes = next((_nbytes(one) for one in args if isinstance(one, np.ndarray | list)), 0)
+        with _lock:
+            _done += nbytes + _CALL
+            if nbytes < LARGE and _done < MANY and _compiled is None:
+                return False
+    return _use_compiled()
+
+
+def _nbytes(argument: Any) -> int:
+    return sum(map(_nbytes, argument)) if isinstance(argument, list) else int(getattr(argument, "nbytes", 0))
+
+
 def _use_compiled() -> bool:
-    global _compiled
+    global _compiled, _used
     with _lock:
         if _compiled is None:
             _compiled = _decided(os.environ.get(VARIABLE, ""))
+            _used |= _compiled
         return _compiled
 
 

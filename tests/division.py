@@ -9,6 +9,7 @@ __all__ = ["EXPRESSIONS", "REST", "in_rest"]
 
 ROOT: Final = Path(__file__).parents[1]
 REST: Final = (
+    "tests/integrations/",  # real frameworks, some with many ranks
     "tests/tools/",  # the harnesses' own tests, samples of their campaigns, small runs of the benchmarks
     # The examples of the docs, run as they are printed. The interfaces themselves have their own tests.
     "tests/test_docs.py",

@@ -222,6 +222,11 @@ class Backend(ABC):
         """Path or URL with which another process of this machine opens this store, from any folder; None: it cannot."""
         return self.url
 
+    def locate(self, key: str) -> str | None:
+        """The path of a file of the store, or the URL of an object, for other programs; None: they cannot open it."""
+        address = self.address
+        return None if address is None else f"{address.partition('?')[0].rstrip('/')}/{checked_key(key)}"
+
     @property
     def recycling(self) -> str:
         """For people: whether new segments overwrite the space of deleted ones (``on: ...``, ``off: ...``), and why."""

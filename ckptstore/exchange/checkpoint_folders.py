@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptstore.errors import FormatError, StorageError, UnsupportedStateError, UsageError
+from ckptstore.exchange.dcp_folders import DCP_METADATA, is_dcp_folder, open_dcp_folder
 from ckptstore.exchange.safetensors_files import FileTensor
 from ckptstore.exchange.weight_files import OpenedFile, flattened, index_shards, load_file, open_file
 
@@ -46,6 +47,7 @@ _ARGUMENTS: Final = "training_args.bin"
 _JSON_LIMIT: Final = 64 << 20
 _RESERVED: Final = frozenset({"model", "rng", "trainer_state", "files"})
 _FOLDER: Final = "it is a folder"
+_DCP_RANK: Final = re.compile(r"__\d+\.metadata")
 _DEEPSPEED: Final = re.compile(r"global_step\d+")
 _MEGATRON: Final = re.compile(r"mp_rank_\d+(_\d+)*")
 _MEGATRON_STEP: Final = re.compile(r"iter_\d{7}|release")
@@ -179,7 +181,7 @@ def _refusal_reason(entry: Path) -> str:
     if not entry.is_dir():
         return "it is not a regular file"
     if (entry / ".metadata").exists():
-        return f"torch.distributed.checkpoint wrote it; convert it to a file: {_dcp_command(entry)}"
+        return "torch.distributed.checkpoint wrote it: import this folder by itself"
     if _MEGATRON.fullmatch(entry.name) or (_MEGATRON_STEP.fullmatch(entry.name) and _has_ranks(entry)):
         return f"Megatron-LM wrote it, a part for each rank; {_MEGATRON_TOOL}"
     if _DEEPSPEED.fullmatch(entry.name):
@@ -191,9 +193,13 @@ def _refuse_foreign(folder: Path, names: set[str]) -> None:
     """Raise `UsageError` for a folder of another format. The message has the command that converts it."""
     if "FORMAT" in names:
         raise UsageError(f"{folder} is a checkpoint store; import the files that `ckpt restore` writes from it")
-    if ".metadata" in names:
-        what = f"{folder} was written by torch.distributed.checkpoint; import the file made by this command"
-        raise UsageError(f"{what}: {_dcp_command(folder)}")
+    if DCP_METADATA in names:
+        raise UsageError(f"{folder} was written by torch.distributed.checkpoint: `ckpt import` takes it whole")
+    if any(_DCP_RANK.fullmatch(name) for name in names):
+        raise UsageError(
+            f"{folder} was written by torch.distributed.checkpoint with use_collectives=False, a description for each "
+            "rank; save it again with collectives"
+        )
     if any(fnmatchcase(name, glob) for name in names for glob in _DEEPSPEED_FILES):
         what = f"{folder} was written by DeepSpeed, a part for each rank; import the weights made by this command"
         raise UsageError(f"{what}: {_deepspeed_command(folder.parent)}")
@@ -230,10 +236,6 @@ _MEGATRON_TOOL: Final = (
 )
 
 
-def _dcp_command(folder: Path) -> str:
-    return f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} {folder.name}.pt"
-
-
 def _deepspeed_command(folder: Path) -> str:
     return f"python {folder}/zero_to_fp32.py {folder} {folder.name}-fp32 --safe_serialization"
 
@@ -258,6 +260,8 @@ def open_checkpoint(path: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
     if not path.is_dir():
         refuse_part(path)
         return open_file(path)
+    if is_dcp_folder(path):
+        return open_dcp_folder(path, leave_out)
     found = survey(path, leave_out)
     opened = ExitStack()
     try:

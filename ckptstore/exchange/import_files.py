@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ckptstore.errors import CheckpointNotFoundError, CkptError, StepOrderError, StoreNotFoundError, UsageError
 from ckptstore.exchange.checkpoint_folders import open_checkpoint, survey
+from ckptstore.exchange.dcp_folders import DCP_METADATA, is_dcp_folder
 from ckptstore.formats.history.checkpoint_ref import step_number
 from ckptstore.host.progress import Progress, phase
 from ckptstore.log.checkpoint_info import look_up
@@ -148,6 +149,8 @@ def _named(path: Path, leave_out: Sequence[str]) -> Path:
     """The file whose name and folders give the step."""
     if not path.exists():
         raise UsageError(f"{path} does not exist")
+    if path.is_dir() and is_dcp_folder(path):
+        return path / DCP_METADATA
     return survey(path, leave_out).weights if path.is_dir() else path
 
 

@@ -18,7 +18,7 @@ from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.states.state import Origin
 from ckptstore.host.buffers import Bytes
 
-__all__ = ["DTYPES_MEMBER", "HEADER_LIMIT", "FileTensor", "file_in_errors", "read_safetensors"]
+__all__ = ["DTYPES_MEMBER", "HEADER_LIMIT", "FileTensor", "TensorInFiles", "file_in_errors", "read_safetensors"]
 
 DTYPES_MEMBER: Final = "ckptstore.dtypes"
 """Member of an exported file's ``__metadata__``: JSON object, name -> logical dtype, of the tensors that safetensors
@@ -29,8 +29,14 @@ HEADER_LIMIT: Final = 100_000_000
 _SEGMENT_MEMBER: Final = "ckptstore"  # segments of a store have this member
 
 
-class FileTensor:
-    """A tensor in a safetensors file, as a `TensorSource`. Reads are by position, from any thread."""
+class TensorInFiles:
+    """A tensor that is read from files, as a `TensorSource`. `weight_files.flattened` knows it."""
+
+    __slots__ = ()
+
+
+class FileTensor(TensorInFiles):
+    """A tensor in a safetensors file. Reads are by position, from any thread."""
 
     __slots__ = ("_descriptor", "_path", "_start", "dtype", "identity", "nbytes", "origin", "shape")
 

@@ -12,12 +12,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import numpy as np
 
 from ckptstore.errors import FormatError, MissingDependencyError, StorageError
-from ckptstore.exchange.safetensors_files import HEADER_LIMIT, FileTensor, file_in_errors, read_safetensors
+from ckptstore.exchange.safetensors_files import (
+    HEADER_LIMIT,
+    FileTensor,
+    TensorInFiles,
+    file_in_errors,
+    read_safetensors,
+)
 from ckptstore.formats import jsontext
 from ckptstore.formats.states.state import (
     FlatState,
@@ -147,8 +153,10 @@ def flattened(path: Path, state: Any) -> FlatState:
 
 
 def _recognise(value: object) -> TensorSource | Tagged | None:
-    if isinstance(value, FileTensor | Tagged):
+    if isinstance(value, Tagged):
         return value
+    if isinstance(value, TensorInFiles):
+        return cast("TensorSource", value)  # its subclasses are sources
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray:  # a `PickledArray` of `torch_files`
         return NumpySource(value.view(np.ndarray))
     if not bridge.torch_in_use():

@@ -33,6 +33,7 @@ __all__ = [
     "register",
     "registered",
     "shards",
+    "source_of",
     "tensors",
     "torch_devices",
     "torch_in_use",
@@ -99,22 +100,99 @@ def flattened(state: Any, *, sharded: bool = False, overwritten: bool = False) -
     """Flatten a state, including tensors of frameworks. Raises `UnsupportedStateError` naming the key path.
 
     Args:
-        state: the nested state.
-        sharded: take this rank's part of a DTensor. If False, a DTensor is refused, because its part is incomplete.
+        state: the nested state; or a `FlatState`, which is returned unchanged.
+        sharded: take this rank's part of a DTensor, and parts (`Shard`). If False, they are refused unless they are
+            whole.
         overwritten: the tensors will be overwritten. Tensors of a framework that does not support it are refused.
     """
-    from ckptstore.formats.states.state import (
-        flatten,  # imports numpy, which callers that only read the log do not need
+    from ckptstore.formats.sources import place_of  # numpy, which callers that only read the log do not need
+    from ckptstore.formats.states.state import FlatState, flatten
+
+    flat = state if isinstance(state, FlatState) else flatten(state, _recogniser(sharded, overwritten))
+    if not sharded:
+        for name, source in flat.tensors.items():
+            if place_of(source) != (None, None):
+                raise _incomplete(name, source)
+    return flat
+
+
+def _incomplete(name: str, source: TensorSource) -> UnsupportedStateError:
+    from ckptstore.formats.segment_files.boxes import Box
+    from ckptstore.formats.sources import place_of
+
+    whole, offset = place_of(source)
+    box = Box(offset or (), tuple(source.shape))
+    return UnsupportedStateError(
+        f"tensor {name!r} of shape {list(whole or ())}: the state has only its elements {box}: give the others, too "
+        "(Shards), or open the store with writer(group=...), where other ranks have them"
     )
+
+
+def source_of(value: object, *, sharded: bool = False, overwritten: bool = False) -> TensorSource | None:
+    """The source of one tensor, array or `Shard`; None: it is none of them.
+
+    Args:
+        sharded, overwritten: as for `flattened`.
+
+    Raises:
+        UnsupportedStateError: the tensor cannot be stored, or not be overwritten.
+    """
+    import numpy as np  # see `flattened`
+
+    from ckptstore.formats.sources import NumpySource
+    from ckptstore.formats.states.state import Tagged
+
+    found = _recogniser(sharded, overwritten)(value)
+    if found is None and type(value) is np.ndarray:
+        return NumpySource(value)
+    return None if isinstance(found, Tagged) else found
+
+
+def _recogniser(sharded: bool, overwritten: bool) -> Recognise:
+    from ckptstore.formats.states.shard import Shard, Shards
 
     asked = [
         adapter.recognise(sharded) if adapter.overwritten or not overwritten else _refusing(adapter.recognise(sharded))
         for name, adapter in ADAPTERS.items()
         if name in sys.modules
     ]
-    if len(asked) < 2:
-        return flatten(state, asked[0] if asked else None)
-    return flatten(state, lambda value: next((found for one in asked if (found := one(value)) is not None), None))
+    placed: dict[object, object] = {}
+
+    def recognise(value: object) -> TensorSource | Tagged | None:
+        kind = type(value)
+        if kind is Shard or kind is Shards:
+            source = _shards_source(value, overwritten)
+            place = place_of(source)
+            # Prevents: two parts of different places that are stored as one tensor, because their memory is one.
+            if placed.setdefault(source.identity, place) != place:
+                raise UnsupportedStateError("another Shard has the same memory, and another place in its tensor")
+            return source
+        for one in asked:
+            if (found := one(value)) is not None:
+                return found
+        return None
+
+    from ckptstore.formats.sources import place_of
+
+    return recognise
+
+
+def _shards_source(value: Any, overwritten: bool) -> TensorSource:
+    """The source of a `Shard` or `Shards`."""
+    from ckptstore.formats.states.shard import JoinedSource, PlacedArray, Shard
+
+    if not isinstance(value, Shard):
+        if len(value.shards) > 1:
+            return JoinedSource(value, [_shards_source(one, overwritten) for one in value.shards])
+        (value,) = value.shards
+    inner = source_of(value.tensor, overwritten=overwritten)
+    if inner is None:
+        kind = type(value.tensor)
+        raise UnsupportedStateError(f"a Shard of a {kind.__module__}.{kind.__qualname__}, which is no tensor or array")
+    if inner.origin == "numpy":
+        return PlacedArray(value)
+    found: TensorSource = shards().PlacedTensor(value)
+    return found
 
 
 def _refusing(recognise: Recognise) -> Recognise:

@@ -22,7 +22,7 @@ import torch
 from ckptstore.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError
 from ckptstore.frameworks.pickled_arrays import ALLOWED, global_name
 
-__all__ = ["load"]
+__all__ = ["load", "load_image"]
 
 _READ: Final = 1 << 20
 _loading = threading.Lock()
@@ -59,17 +59,39 @@ def load(path: Path) -> Any:
         FormatError: the file is not a torch file, or damaged.
         StorageError: the file cannot be read.
     """
+    with _errors_of(path), _loading, warnings.catch_warnings(), _allowing():
+        warnings.simplefilter("ignore")  # torch warns about its own storage classes and file versions
+        if zipfile.is_zipfile(path):
+            _refuse_script(path)
+            _check_sums(path)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with _Bounded(io.FileIO(path)) as file:
+            if file.peek(2)[:2] == b"PK":
+                raise FormatError(f"{path}: truncated: the directory at the end of the archive is missing")
+            return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def load_image(where: str, image: bytes) -> Any:
+    """Load the object that ``torch.save`` wrote as `image`, which is a part of a file.
+
+    Args:
+        where: the file and the part, for errors.
+
+    Raises:
+        as `load`, but for `StorageError`.
+    """
+    with _errors_of(where), _loading, warnings.catch_warnings(), _allowing():
+        warnings.simplefilter("ignore")
+        if zipfile.is_zipfile(io.BytesIO(image)):
+            _check_records(where, io.BytesIO(image), len(image))
+        return torch.load(io.BytesIO(image), map_location="cpu", weights_only=True)
+
+
+@contextlib.contextmanager
+def _errors_of(path: Path | str) -> Iterator[None]:
+    """Raise errors of loading a file as ours."""
     try:
-        with _loading, warnings.catch_warnings(), _allowing():
-            warnings.simplefilter("ignore")  # torch warns about its own storage classes and file versions
-            if zipfile.is_zipfile(path):
-                _refuse_script(path)
-                _check_sums(path)
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            with _Bounded(io.FileIO(path)) as file:
-                if file.peek(2)[:2] == b"PK":
-                    raise FormatError(f"{path}: truncated: the directory at the end of the archive is missing")
-                return torch.load(file, map_location="cpu", weights_only=True)
+        yield
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from error
     except OSError as error:
@@ -114,7 +136,11 @@ def _check_sums(path: Path) -> None:
 @functools.lru_cache(maxsize=1024)
 def _check_sums_of(path: Path, _inode: int, size: int, _changed: int) -> None:
     """As `_check_sums`, once per version of a file, because a file is opened once to check it and once to read it."""
-    with zipfile.ZipFile(path) as archive:
+    _check_records(path, path, size)
+
+
+def _check_records(path: Path | str, archive_file: Path | io.BytesIO, size: int) -> None:
+    with zipfile.ZipFile(archive_file) as archive:
         records = archive.infolist()
         # Prevents: a small file that unpacks to terabytes, or lists one record a million times.
         if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -148,7 +174,7 @@ class _Bounded(io.BufferedReader):
         return line
 
 
-def _refused(path: Path, error: pickle.UnpicklingError) -> UnsupportedStateError | FormatError:
+def _refused(path: Path | str, error: pickle.UnpicklingError) -> UnsupportedStateError | FormatError:
     named = re.search(r"GLOBAL (\S+)", str(error))
     if named is None and "Unsupported class" not in str(error):
         detail = str(error).strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""DTensors (FSDP2, tensor parallelism): find this rank's box of the whole tensor, and copy into it.
+"""DTensors (FSDP2, tensor parallelism) and `Shard`s of torch tensors: find this rank's box of the whole, copy into it.
 
 A rank's part of a DTensor is an ordinary tensor. Its position in the whole tensor follows from mesh and placements,
 without communication between ranks.
@@ -12,15 +12,18 @@ import numpy as np
 import torch
 
 from ckptstore.errors import UnsupportedStateError
+from ckptstore.formats.segment_files.boxes import Box
+from ckptstore.formats.states.shard import place_within
 from ckptstore.frameworks import torch_tensors
 from ckptstore.frameworks.torch_tensors import TorchSource, image
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from ckptstore.formats.states.shard import Shard
     from ckptstore.formats.states.state import Tagged
 
-__all__ = ["ShardSource", "copy_box_into", "place_in_whole", "recognise"]
+__all__ = ["PlacedTensor", "ShardSource", "copy_box_into", "place_in_whole", "recognise"]
 
 
 def recognise(value: object) -> TorchSource | Tagged | None:
@@ -81,16 +84,31 @@ def _check_neighbours(
             )
 
 
-class ShardSource(TorchSource):
-    """This rank's part of a DTensor (`formats.sources.TensorSource`), and its position in the whole.
+class PlacedTensor(TorchSource):
+    """A part of a tensor (`formats.sources.TensorSource`), and its position in the whole.
 
     Attributes:
         global_shape: shape of the whole tensor; None if this rank has all of it.
         offset: offset of this rank's part in each dimension; None if this rank has all of it.
-        distributed: the DTensor.
+        owner: the object in the state.
     """
 
-    __slots__ = ("distributed", "global_shape", "offset")
+    __slots__ = ("global_shape", "offset", "owner")
+
+    global_shape: tuple[int, ...] | None
+    offset: tuple[int, ...] | None
+
+    def __init__(self, shard: Shard) -> None:
+        """Wrap the tensor of a `Shard`. Raises `UnsupportedStateError` if it has no plain bytes."""
+        super().__init__(shard.tensor)
+        self.owner: Any = shard
+        self.global_shape, self.offset = place_within(shard.box, shard.global_shape)
+
+
+class ShardSource(PlacedTensor):
+    """This rank's part of a DTensor, which is its `owner`."""
+
+    __slots__ = ()
 
     def __init__(self, distributed: Any) -> None:
         """Wrap a DTensor. Raises `UnsupportedStateError` if this rank's part is not a box of plain bytes."""
@@ -98,17 +116,15 @@ class ShardSource(TorchSource):
             local = distributed.detach().to_local()
         if hasattr(local, "wait"):  # a collective that is still under way
             local = local.wait()
-        super().__init__(local)
+        TorchSource.__init__(self, local)
         shape, offset = place_in_whole(distributed)
         if shape != self.shape:
             raise UnsupportedStateError(
                 f"a DTensor of shape {list(distributed.shape)} placed as {distributed.placements}: this rank has "
                 f"{list(self.shape)} of it, but the placements give {list(shape)}"
             )
-        whole = tuple(distributed.shape)
-        self.distributed = distributed
-        self.global_shape: tuple[int, ...] | None = None if shape == whole else whole
-        self.offset: tuple[int, ...] | None = None if shape == whole else offset
+        self.owner = distributed
+        self.global_shape, self.offset = place_within(Box(offset, shape), tuple(distributed.shape))
 
 
 def copy_box_into(tensor: torch.Tensor, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:

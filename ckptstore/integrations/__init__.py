@@ -1,4 +1,6 @@
-"""Doors for training frameworks: Hugging Face's Trainer. Each module needs its framework.
+"""Doors of training frameworks: each module needs its framework, which is an extra.
 
-Imports `training` and the rooms below it.
+Imports `training`, `store` and what is below; importing the package itself imports nothing.
 """
+
+from __future__ import annotations

@@ -8,9 +8,11 @@ only the memory of a few chunks is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, Final, Protocol
 
 import numpy.typing as npt
 
@@ -31,7 +33,25 @@ from ckptstore.segments.segment_reader import (
     reads_directly,
 )
 
-__all__ = ["BoxRead", "MemorySink", "Part", "PartRead", "Sink", "bytes_to_read", "fill", "jobs_of", "memory_for"]
+__all__ = [
+    "LINE",
+    "BoxRead",
+    "MemorySink",
+    "Part",
+    "PartRead",
+    "Sink",
+    "bytes_to_read",
+    "fill",
+    "jobs_of",
+    "memory_for",
+    "new_sinks",
+]
+
+LINE: Final = 128
+"""The address of a restored tensor is a multiple of this. torch's own memory begins at multiples of 64; at other
+addresses BLAS sums in another order, and an optimizer with products of its state (LBFGS) takes other steps."""
+_SHARED: Final = 1 << 20
+"""New tensors below this many bytes share memory, so that there are few mappings."""
 
 Part = tuple[Chain, Box]
 """The chain that restores a stored part of a tensor, and the box of its elements."""
@@ -78,51 +98,80 @@ class BoxRead:
 
 
 @dataclass(frozen=True, slots=True)
-class PartRead:
-    """One stored part, and what is wanted of it.
+class Destination:
+    """A sink of a stored part, and the memory for the whole part in it, if the part is contiguous there; else None."""
 
-    Attributes:
-        whole: the whole part is wanted.
-        memory: the contiguous memory for it, if the whole part is wanted there; else None.
-    """
-
-    chain: Chain
-    box: Box
     sink: Sink
-    whole: bool
     memory: Bytes | None
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return dtypes.get(self.chain.tensor.dtype).itemsize
 
-    def needs(self, start: int, length: int) -> bool:
-        """Whether any of these bytes of the part's image are wanted."""
-        return self.whole or touches(self.box, start // self.itemsize, (start + length) // self.itemsize, self.sink.box)
+class PartRead:
+    """One stored part, and all destinations that take something of it.
+
+    Attributes:
+        chain: restores the part.
+        box: the part's elements.
+        whole: all chunks are needed.
+        memory: the memory for the part, if it has one destination, which takes it as it is; else None.
+    """
+
+    def __init__(self, chain: Chain, box: Box, destinations: Sequence[Destination]) -> None:
+        """Plan which chunk goes where."""
+        self.chain = chain
+        self.box = box
+        self._itemsize = dtypes.get(chain.tensor.dtype).itemsize
+        self._takers: dict[int, list[Destination]] = {}  # start of a chunk -> who takes something of it
+        starts = list(accumulate((chunk.logical for chunk in chain.tensor.chunks), initial=0))
+        for one in destinations:
+            for number in self._chunks_of(one.sink.box, starts):
+                self._takers.setdefault(starts[number], []).append(one)
+        self.whole = len(self._takers) == len(chain.tensor.chunks)
+        self.memory = destinations[0].memory if len(destinations) == 1 else None
+
+    def _chunks_of(self, wanted: Box, starts: list[int]) -> Iterator[int]:
+        """Numbers of the chunks that hold elements of a box. `starts`: the chunks' first bytes, and the part's end."""
+        common = self.box.common(wanted)
+        if common is None:
+            return
+        first = last = 0
+        for start, end, low, length in zip(common.offset, common.end, self.box.offset, self.box.shape, strict=True):
+            first = first * length + start - low
+            last = last * length + end - 1 - low
+        size = self._itemsize
+        low_chunk, high_chunk = (bisect_right(starts, element * size) - 1 for element in (first, last))
+        for number in range(low_chunk, high_chunk + 1):
+            if number in (low_chunk, high_chunk) or touches(
+                self.box, starts[number] // size, starts[number + 1] // size, common
+            ):
+                yield number
+
+    def needs(self, start: int) -> bool:
+        """Whether any byte of the chunk that begins at `start` in the part's image is wanted."""
+        return start in self._takers
 
     def deliver(self, start: int, data: Bytes) -> None:
-        """Copy a chunk to its place."""
-        if self.memory is not None:
-            self.memory[start : start + len(data)] = data
-            return
-        elements = elements_of(data, self.itemsize)
-        for index, block in common_elements(elements, start // self.itemsize, self.box, self.sink.box):
-            self.sink.put(index, block)
+        """Copy a chunk to its places."""
+        elements = elements_of(data, self._itemsize)
+        for one in self._takers[start]:
+            if one.memory is not None:
+                one.memory[start : start + len(data)] = data
+                continue
+            for index, block in common_elements(elements, start // self._itemsize, self.box, one.sink.box):
+                one.sink.put(index, block)
 
     def chunks(self) -> list[tuple[int, int, int]]:
         """(number, start, length) in the image of the chunks that are needed."""
         found, start = [], 0
         for number, chunk in enumerate(self.chain.tensor.chunks):
-            if self.needs(start, chunk.logical):
+            if self.needs(start):
                 found.append((number, start, chunk.logical))
             start += chunk.logical
         return found
 
 
 def jobs_of(fillings: Sequence[BoxRead]) -> list[PartRead]:
-    """The jobs of `fill`. Each stored part is in at most one of the fillings."""
-    found = []
+    """The jobs of `fill`: one for each stored part, so that a chunk that several boxes need is read once."""
+    found: dict[int, tuple[Chain, Box, list[Destination]]] = {}
     for filling in fillings:
         sink = filling.sink
         for chain, box in filling.parts:
@@ -131,17 +180,17 @@ def jobs_of(fillings: Sequence[BoxRead]) -> list[PartRead]:
             common = box if everything else box.common(sink.box)
             if common is None or not common.size:
                 continue
-            whole, memory = common == box, None
-            if whole and sink.memory is not None and (run := box.run(sink.box)) is not None:
+            memory = None
+            if common == box and sink.memory is not None and (run := box.run(sink.box)) is not None:
                 first = run * dtypes.get(tensor.dtype).itemsize
                 memory = sink.memory[first : first + tensor.nbytes]
-            found.append(PartRead(chain, box, sink, whole, memory))
-    return found
+            found.setdefault(id(chain), (chain, box, []))[2].append(Destination(sink, memory))
+    return [PartRead(*job) for job in found.values()]
 
 
 def bytes_to_read(jobs: Sequence[PartRead]) -> int:
     """Logical bytes of the chunks that `fill` reads: those that it reports to `advance`."""
-    return sum(job.chain.tensor.nbytes if job.whole else sum(length for _, _, length in job.chunks()) for job in jobs)
+    return sum(length for job in jobs for _, _, length in job.chunks())
 
 
 def fill(
@@ -199,7 +248,7 @@ def _staged_work(
     reader: SegmentReader, members: dict[str, PartRead], staging: Staging, verify: bool, advance: Advance | None
 ) -> list[Callable[[], None]]:
     def needed(piece: TensorChunk) -> bool:
-        return members[piece.tensor.name].needs(piece.start, piece.chunk.logical)
+        return members[piece.tensor.name].needs(piece.start)
 
     def deliver(tensor: TensorEntry, start: int, data: Bytes) -> None:
         members[tensor.name].deliver(start, data)
@@ -236,3 +285,22 @@ def memory_for(parts: Sequence[Part], box: Box) -> Bytes:
             if phase % itemsize == 0:
                 return aligned(nbytes + BLOCK)[phase : phase + nbytes]
     return aligned(nbytes)
+
+
+def new_sinks(boxes: Sequence[tuple[Sequence[Part], Box]]) -> list[MemorySink]:
+    """New memory for boxes of tensors, each given with the stored parts of its tensor; small ones share a block.
+
+    A block is unmapped with the last of them.
+    """
+    sizes = [dtypes.get(parts[0][0].tensor.dtype).itemsize for parts, _ in boxes]
+    lengths = [box.size * size for (_, box), size in zip(boxes, sizes, strict=True)]
+    block, at = aligned(sum(-(-length // LINE) * LINE for length in lengths if length < _SHARED)), 0
+    sinks = []
+    for (parts, box), size, length in zip(boxes, sizes, lengths, strict=True):
+        if length < _SHARED:
+            memory = block[at : at + length]
+            at += -(-length // LINE) * LINE
+        else:
+            memory = memory_for(parts, box)
+        sinks.append(MemorySink(memory, box, size))
+    return sinks

@@ -174,8 +174,6 @@ class _Digests:
             if chain.tensor.digest is not None and len(chain.links) > 1
         }
         self._sums = dict.fromkeys(self._chains, 0)
-        # To ask imports numba: 70 MiB and half a second, which a state without deltas or steps does not need.
-        self._compiled = bool(self._chains) and kernel_choice.kind() == "compiled"
         self._lock = threading.Lock()
 
     def add(self, name: str, start: int, data: Bytes) -> None:
@@ -189,7 +187,7 @@ class _Digests:
         """Raises `CorruptSegmentError` naming the tensor and the step whose digest differs."""
         for name, chain in self._chains.items():
             if digest.combine(self._sums[name], nbytes=chain.tensor.nbytes) != chain.tensor.digest:
-                kernel_choice.confirmed(partial(self._compare_again, name, chain), since=self._compiled)
+                kernel_choice.confirmed(partial(self._compare_again, name, chain), since=kernel_choice.used())
 
     def _compare_again(self, name: str, chain: Chain) -> None:
         """Compare once more; while numpy is used to check a compiled kernel, with bytes that are decoded again."""

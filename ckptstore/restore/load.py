@@ -1,13 +1,11 @@
-"""Restores a state, or one tensor of it: plans, pins, reads and verifies in parallel, and rebuilds it."""
+"""Restores a state, or a part of it: plans, pins, reads and verifies in parallel, and rebuilds it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, TypeVar
-
-import numpy.typing as npt
 
 from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats import dtypes
@@ -15,8 +13,9 @@ from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.records import SegmentEntry
 from ckptstore.formats.segment_files.boxes import Box
 from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
-from ckptstore.formats.states.state import Origin, places, unflatten
+from ckptstore.formats.states.state import Origin, places, select, unflatten
 from ckptstore.frameworks import bridge
+from ckptstore.frameworks.flat_states import tensors_and_data
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.caller_warnings import LossyWarning, warn
 from ckptstore.host.option_checks import MOST_THREADS, whole
@@ -26,6 +25,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
 from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays
 from ckptstore.restore.box_reads import (
+    LINE,
     BoxRead,
     MemorySink,
     Part,
@@ -34,7 +34,7 @@ from ckptstore.restore.box_reads import (
     bytes_to_read,
     fill,
     jobs_of,
-    memory_for,
+    new_sinks,
 )
 from ckptstore.restore.chain import Chain, restore_tensors
 from ckptstore.restore.fallback import FAULTS
@@ -42,17 +42,14 @@ from ckptstore.restore.load_targets import MadeTargets, Targets, TargetSink, fin
 from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened
 from ckptstore.restore.resident_checkpoint import ResidentCheckpoint
 from ckptstore.restore.restore_source import RestoreSource
-from ckptstore.restore.selection import TensorSelection, chosen_box, one_of, select_from
-from ckptstore.restore.tensor_streams import stream
+from ckptstore.restore.selection import TensorSelection, select_from
 from ckptstore.segments.segment_reader import SegmentReader, copy_tensors, load_tensors, map_tensors
 
 __all__ = [
     "LoadOptions",
-    "chunks",
     "describe",
     "load",
-    "read_tensor",
-    "read_tensors",
+    "mappable",
     "rebuild",
     "restore_with",
     "tensors",
@@ -61,11 +58,8 @@ __all__ = [
 
 _R = TypeVar("_R")
 
-_SHARED: Final = 1 << 20
-"""Assembled tensors below this many bytes share memory, so that there are few mappings."""
-_LINE: Final = 128
-"""The address of a restored tensor is a multiple of this. torch's own memory begins at multiples of 64; at other
-addresses BLAS sums in another order, and an optimizer with products of its state (LBFGS) takes other steps."""
+_COPIED: Final = 1 << 20
+"""Tensors below this many bytes are copied if they are not aligned to `LINE`; larger ones are read in another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +75,13 @@ class LoadOptions:
     threads: int | None = None
     progress: Progress | None = None
     rank: int | None = None
+    layout: Literal["nested", "flat"] = "nested"
 
     def __post_init__(self) -> None:
         if self.framework not in (None, "torch", "numpy"):
             raise UsageError(f"framework={self.framework!r}: 'torch' or 'numpy'")
+        if self.layout not in ("nested", "flat"):
+            raise UsageError(f"layout={self.layout!r}: 'nested' or 'flat'")
         if self.threads is not None:
             whole("threads", self.threads, 1, MOST_THREADS)
         if self.rank is not None:
@@ -159,10 +156,19 @@ def rebuild(found: RestoreSource, options: LoadOptions) -> Any:
                 placed, _restore_into(_Requested.of(found, placed, targets), targets, readers, options)
             )
 
-    def resolve(name: str, origin: Origin) -> Any:
-        return resolvers[name](name, origin)
+    made: dict[str, Any] = {}
 
-    return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
+    def resolve(name: str, origin: Origin) -> Any:
+        made[name] = tensor = resolvers[name](name, origin)
+        return tensor
+
+    revive = bridge.tensors().revive if options.to_torch else None
+    state = unflatten(picked.tree(), resolve, revive)
+    if options.layout == "nested":
+        return state
+    there = places(picked.whole) if picked.all else picked.kept.values()
+    rest = unflatten(select(picked.whole, set()), resolve, revive)
+    return tensors_and_data(state, {place.name: made[place.tensor] for place in there}, rest)
 
 
 def _targets(found: RestoreSource, picked: TensorSelection, options: LoadOptions) -> Targets:
@@ -222,21 +228,28 @@ def _in_place(chain: Chain) -> bool:
     return not chunks or chunks[0].offset % dtypes.get(chain.tensor.dtype).itemsize == 0
 
 
+def mappable(wanted: Mapping[str, Chain]) -> list[tuple[SegmentReader, list[TensorEntry]]]:
+    """The segments that hold tensors which can be mapped. Raises `UsageError` if one of them cannot."""
+    if coded := [name for name, chain in wanted.items() if not _in_place(chain)]:
+        raise UsageError(f"mmap=True needs an uncompressed full checkpoint; {coded[0]!r} is stored as something else")
+    return _by_segment(wanted.values())
+
+
 def _large_unaligned(chain: Chain) -> bool:
-    """Whether a raw tensor, at an offset valid for its dtype, is not aligned to `_LINE` and is too large to copy."""
-    return chain.tensor.nbytes >= _SHARED and chain.tensor.chunks[0].offset % _LINE != 0
+    """Whether a raw tensor, at an offset valid for its dtype, is not aligned to `LINE` and is too large to copy."""
+    return chain.tensor.nbytes >= _COPIED and chain.tensor.chunks[0].offset % LINE != 0
 
 
 def _aligned_copies(images: dict[str, Bytes]) -> dict[str, Bytes]:
     """Small images, copied to aligned addresses."""
     if not images:
         return {}
-    block, at = aligned(sum(-(-len(image) // _LINE) * _LINE for image in images.values())), 0
+    block, at = aligned(sum(-(-len(image) // LINE) * LINE for image in images.values())), 0
     moved: dict[str, Bytes] = {}
     for name, image in images.items():
         moved[name] = block[at : at + len(image)]
         moved[name][:] = image
-        at += -(-len(image) // _LINE) * _LINE
+        at += -(-len(image) // LINE) * LINE
     return moved
 
 
@@ -263,7 +276,7 @@ def _read(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, adva
     ):
         data |= load_tensors(reader, members, readers.pool, verify=options.verify, advance=advance)
     data |= _aligned_copies(
-        {name: image for name, image in data.items() if image.__array_interface__["data"][0] % _LINE}
+        {name: image for name, image in data.items() if image.__array_interface__["data"][0] % LINE}
     )
     chained = {name: chain for name, chain in wanted.items() if name not in data}
     data |= {name: aligned(chain.tensor.nbytes) for name, chain in chained.items()}
@@ -275,30 +288,16 @@ def _read(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, adva
 
 def _mapped(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance) -> dict[str, Bytes]:
     """The same as `_read`, but mapped."""
-    if coded := [name for name, chain in wanted.items() if not _in_place(chain)]:
-        raise UsageError(f"mmap=True needs an uncompressed full checkpoint; {coded[0]!r} is stored as something else")
     data: dict[str, Bytes] = {}
-    for reader, members in _by_segment(wanted.values()):
+    for reader, members in mappable(wanted):
         data |= map_tensors(reader, members, readers.pool, verify=options.verify, advance=advance)
     return data
 
 
 def _new_memory(wanted: _Requested) -> dict[str, MemorySink]:
-    """New memory for assembled tensors; small ones share a block."""
-    small = {name: -(-entry.nbytes // _LINE) * _LINE for name, entry in wanted.entries.items() if name in wanted.parts}
-    small = {name: nbytes for name, nbytes in small.items() if nbytes < _SHARED}
-    block, at = aligned(sum(small.values())), 0
-    sinks: dict[str, MemorySink] = {}
-    for name, parts in wanted.parts.items():
-        entry = wanted.entries[name]
-        box = Box.whole(entry.shape)
-        if name in small:
-            memory = block[at : at + entry.nbytes]
-            at += small[name]
-        else:
-            memory = memory_for(parts, box)
-        sinks[name] = MemorySink(memory, box, dtypes.get(entry.dtype).itemsize)
-    return sinks
+    """New memory for assembled tensors."""
+    boxes = [(parts, Box.whole(wanted.entries[name].shape)) for name, parts in wanted.parts.items()]
+    return dict(zip(wanted.parts, new_sinks(boxes), strict=True))
 
 
 def _staging(threads: int) -> Staging:
@@ -359,71 +358,3 @@ def tree(journal: Journal, ref: str | int) -> Any:
     """See `Store.tree`."""
     with opened(journal, ref) as found:
         return found.merged
-
-
-def chunks(journal: Journal, ref: str | int, name: str, verify: bool) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """See `Store.chunks`."""
-    done, tried = 0, NO_FAILED_WAYS
-    while True:
-        with opened(journal, ref, tried) as found:
-            try:
-                for start, data in stream(found, _named(found, name), verify=verify):
-                    if start >= done:  # earlier chunks were verified: another encoding gives the same bytes
-                        yield start, data
-                        done = start + len(data)
-                return
-            except FAULTS as error:
-                tried, ref = found.record_failure(error), found.ref
-
-
-def read_tensor(
-    journal: Journal, ref: str | int, name: str, verify: bool, box: Sequence[slice] | slice | None = None
-) -> npt.NDArray[Any]:
-    """See `Store.read_tensor`."""
-    with workers(default_threads(), "read") as readers:
-        return restore_with(journal, ref, lambda found: _read_tensor(found, readers, name, verify, box))
-
-
-def read_tensors(
-    journal: Journal, ref: str | int, names: Iterable[str] | None, verify: bool
-) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """See `Store.read_tensors`."""
-    left, tried = None if names is None else list(names), NO_FAILED_WAYS
-    while True:
-        with opened(journal, ref, tried) as found, workers(default_threads(), "read") as readers:
-            try:
-                left = list(found.tensors) if left is None else left
-                while left:
-                    yield left[0], _read_tensor(found, readers, left[0], verify)
-                    del left[0]
-                return
-            except FAULTS as error:
-                tried, ref = found.record_failure(error), found.ref
-
-
-def _read_tensor(
-    found: OpenCheckpoint, readers: Workers, name: str, verify: bool, box: Sequence[slice] | slice | None = None
-) -> npt.NDArray[Any]:
-    name = _named(found, name)
-    entry, staging = found.tensors[name], _staging(readers.threads)
-    if box is None and not found.sharded(name):
-        chain = found.chains[name]
-        if _in_place(chain):
-            return load_tensors(chain.links[-1].reader, [chain.tensor], readers.pool, verify=verify)[name]
-        data = aligned(entry.nbytes)
-        restore_tensors({name: (chain, data)}, readers.pool, staging, verify=verify)
-        return data
-    chosen = Box.whole(entry.shape) if box is None else chosen_box(entry.shape, box, f"tensor {name!r}")
-    parts = found.stored(name)
-    image = memory_for(parts, chosen)
-    sink = MemorySink(image, chosen, dtypes.get(entry.dtype).itemsize)
-    fill(jobs_of([BoxRead(parts, sink)]), readers, staging, verify=verify)
-    return image
-
-
-def _named(found: OpenCheckpoint, name: str) -> str:
-    """The name of a tensor, or of the tensor at a place (`formats.states.state.places`)."""
-    if name in found.parts:
-        return name
-    named = {place.name: place.tensor for place in places(found.tree)}
-    return named[one_of(named, name, found.ref)]

@@ -14,15 +14,26 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.segment_files.boxes import Box
+from ckptstore.formats import dtypes
+from ckptstore.formats.segment_files.boxes import Box, elements_of
 from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.formats.sources import NumpySource, write_into
+from ckptstore.formats.states.shard import JoinedSource
 from ckptstore.formats.states.state import FlatState, paths, places
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.selection import TensorSelection
 
-__all__ = ["MadeTargets", "TargetSink", "Targets", "distinct_elements", "find_targets", "made_targets", "sharing"]
+__all__ = [
+    "MadeTargets",
+    "TargetSink",
+    "Targets",
+    "distinct_elements",
+    "find_targets",
+    "made_targets",
+    "sharing",
+    "writable",
+]
 
 _MOST_WORK: Final = 1_000_000
 """Work limit of `numpy.shares_memory`; views of one buffer take a few steps."""
@@ -45,6 +56,11 @@ class Targets:
     def write(self, name: str, offset: int, data: Bytes) -> None:
         """Overwrite a tensor's bytes from `offset` on. Called from several threads, for ranges that do not overlap."""
         target = self._found[name]
+        if isinstance(target, JoinedSource):
+            size = dtypes.get(target.dtype).itemsize
+            for source, index, elements in target.split(offset // size, elements_of(data, size)):
+                self._put(source, index, elements)
+            return
         if isinstance(target, NumpySource):
             write_into(target.array, data, offset)
         else:
@@ -52,7 +68,7 @@ class Targets:
                 bridge.tensors().copy_into(target.tensor, data, offset)
 
     def box(self, name: str) -> Box:
-        """The elements that the caller has of a tensor: all of it, or this rank's part of a DTensor."""
+        """The elements that the caller has of a tensor: all of it, or this rank's part of a DTensor or `Shard`."""
         target = self._found[name]
         if (offset := _place(target)[1]) is None:
             return Box.whole(target.shape)
@@ -64,6 +80,16 @@ class Targets:
         Called from several threads, for boxes that do not overlap.
         """
         target = self._found[name]
+        if not isinstance(target, JoinedSource):
+            self._put(target, index, elements)
+            return
+        start = tuple(one.start + low for one, low in zip(index, target.box.offset, strict=True))
+        block = Box(start, elements.shape)
+        for box, source in target.pieces:
+            if (common := block.common(box)) is not None:
+                self._put(source, common.within(box), elements[common.within(block)])
+
+    def _put(self, target: Any, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
         if isinstance(target, NumpySource):
             array = target.array
             np.copyto(array[index], elements.view(array.dtype.newbyteorder("<")))
@@ -72,11 +98,11 @@ class Targets:
                 bridge.shards().copy_box_into(target.tensor, index, elements)
 
     def tensor(self, name: str) -> Any:
-        """The caller's tensor or array."""
+        """The caller's tensor, array or `Shard`."""
         target = self._found[name]
-        if isinstance(target, NumpySource):
-            return target.array
-        return getattr(target, "distributed", target.tensor)
+        if (owner := getattr(target, "owner", None)) is not None:
+            return owner
+        return target.array if isinstance(target, NumpySource) else target.tensor
 
 
 def _place(target: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -90,9 +116,9 @@ class TargetSink:
 
     memory: Bytes | None = None
 
-    def __init__(self, targets: Targets, name: str) -> None:
-        """The target `name` of `targets`."""
-        self.box = targets.box(name)
+    def __init__(self, targets: Targets, name: str, box: Box | None = None) -> None:
+        """The target `name` of `targets`. `box`: the elements that it takes, if they are not the target's own place."""
+        self.box = targets.box(name) if box is None else box
         self._targets = targets
         self._name = name
 
@@ -241,7 +267,7 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
                 f"into= tensor {name!r} is {have[0]} {list(have[1])}, "
                 f"the checkpoint's is {tensor.dtype} {list(tensor.shape)}"
             )
-        if not _writable(targets[name]):
+        if not writable(targets[name]):
             raise UsageError(f"into= tensor {name!r} is read-only, or several of its elements share memory")
     if (shared := sharing([(name, targets[name]) for name in wanted])) is not None:
         raise UsageError(
@@ -276,8 +302,10 @@ def _by_range(tensor: Any) -> bool:
     return not lazy and bool(tensor.is_contiguous() or tensor.device.type == "cpu")
 
 
-def _writable(target: Any) -> bool:
+def writable(target: Any) -> bool:
     """Whether every element has memory of its own (`expand` makes tensors whose elements do not)."""
+    if isinstance(target, JoinedSource):
+        return all(writable(source) for _, source in target.pieces)
     array = target.array if isinstance(target, NumpySource) else None
     if array is not None and not array.flags.writeable:
         return False
@@ -346,7 +374,8 @@ class _Span:
 
 def sharing(targets: Sequence[tuple[str, Any]]) -> tuple[str, str] | None:
     """The first two targets that have a byte in common. Interleaved views of one buffer have none."""
-    spans = [_Span.of(name, target) for name, target in targets if target.nbytes]
+    leaves = [(name, leaf) for name, target in targets for leaf in _leaves(target) if leaf.nbytes]
+    spans = [_Span.of(name, leaf) for name, leaf in leaves]
     ranges = sorted(((span.space, span.start, span.end, index) for index, span in enumerate(spans)))
     reaching: list[tuple[str, int, int]] = []
     for space, start, end, index in ranges:
@@ -357,6 +386,11 @@ def sharing(targets: Sequence[tuple[str, Any]]) -> tuple[str, str] | None:
                 return spans[first].name, spans[second].name
         reaching.append((space, end, index))
     return None
+
+
+def _leaves(target: Any) -> list[Any]:
+    """The tensors and arrays of a target: several if it has several `Shard`s."""
+    return [source for _, source in target.pieces] if isinstance(target, JoinedSource) else [target]
 
 
 def _overlap(a: _Span, b: _Span) -> bool:

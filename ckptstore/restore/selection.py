@@ -112,7 +112,9 @@ def chosen_box(shape: Sequence[int], index: Sequence[slice] | slice, where: str)
     if not all(isinstance(part, slice) and part.step in (None, 1) for part in slices):
         raise UsageError(f"{where}: box= takes slices without a step, as in numpy.s_[0:10, :]")
     if len(slices) > len(shape):
-        raise UsageError(f"{where}: box= has {len(slices)} slices, the tensor has {len(shape)} dimensions")
+        raise UsageError(
+            f"{where}: box= has {len(slices)} slices, the tensor has {len(shape)} dimensions, of shape {list(shape)}"
+        )
     slices += [slice(None)] * (len(shape) - len(slices))
     bounds = [part.indices(length) for part, length in zip(slices, shape, strict=True)]
     return Box(tuple(start for start, _, _ in bounds), tuple(max(0, stop - start) for start, stop, _ in bounds))

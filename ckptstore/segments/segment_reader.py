@@ -24,12 +24,14 @@ from ckptstore.host.progress import Advance
 from ckptstore.host.threads import run_all
 
 __all__ = [
+    "MappedTensor",
     "SegmentReader",
     "TensorChunk",
     "copy_jobs",
     "copy_tensors",
     "extents",
     "load_tensors",
+    "map_segment",
     "map_tensors",
     "placing_jobs",
     "read_chunk",
@@ -174,16 +176,13 @@ def map_tensors(
         UsageError: the backend cannot map.
         CorruptSegmentError: a checksum differs.
     """
-    mapping = reader.source.map()
-    if mapping is None:
-        raise UsageError(f"{reader.entry.key}: mmap=True needs a local store, and a checkpoint of few segments")
+    mapped = map_segment(reader, tensors)
     verify = verify or not reader.source.held
-    memory = np.frombuffer(mapping, np.uint8)
 
     def job(extent: list[TensorChunk]) -> Callable[[], None]:
         def work() -> None:
             for piece in extent:
-                check_chunk(reader.entry.key, piece.tensor, piece.chunk, memory[piece.chunk.offset : _end(piece)])
+                mapped[piece.tensor.name].check_piece(piece)
                 if advance is not None:
                     advance(piece.chunk.length)
 
@@ -193,10 +192,51 @@ def map_tensors(
         run_all(pool, [job(extent) for extent in extents(tensors)])
     elif advance is not None:
         advance(sum(tensor.nbytes for tensor in tensors))
-    return {
-        tensor.name: memory[tensor.chunks[0].offset : _tensor_end(tensor)] if tensor.nbytes else aligned(0)
-        for tensor in tensors
-    }
+    return {name: one.image for name, one in mapped.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class MappedTensor:
+    """An uncompressed tensor in a private mapping of its segment. Nothing of it is verified yet.
+
+    Attributes:
+        where: names the segment in errors.
+        entry: the tensor.
+        memory: the whole segment.
+    """
+
+    where: str
+    entry: TensorEntry
+    memory: Bytes
+
+    @property
+    def image(self) -> Bytes:
+        """The tensor's bytes."""
+        chunks = self.entry.chunks
+        return self.memory[chunks[0].offset : _tensor_end(self.entry)] if chunks else aligned(0)
+
+    def check(self) -> None:
+        """Compare its bytes with their hashes. Raises `CorruptSegmentError`."""
+        for piece in _pieces(self.entry):
+            self.check_piece(piece)
+
+    def check_piece(self, piece: TensorChunk) -> None:
+        """Compare one chunk with its hash. Raises `CorruptSegmentError`."""
+        check_chunk(self.where, self.entry, piece.chunk, self.memory[piece.chunk.offset : _end(piece)])
+
+
+def map_segment(reader: SegmentReader, tensors: Iterable[TensorEntry]) -> dict[str, MappedTensor]:
+    """Map a segment and find tensors in it, by name. The mapping lives as long as one of them. Reads nothing.
+
+    Raises:
+        UsageError: the backend cannot map.
+        StorageError: the medium failed.
+    """
+    mapping = reader.source.map()
+    if mapping is None:
+        raise UsageError(f"{reader.entry.key}: mmap=True needs a local store, and a checkpoint of few segments")
+    memory = np.frombuffer(mapping, np.uint8)
+    return {tensor.name: MappedTensor(reader.entry.key, tensor, memory) for tensor in tensors}
 
 
 def copy_tensors(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
     from ckptstore.host.progress import Progress
     from ckptstore.log.journal import Journal
+    from ckptstore.restore.mapped_tensors import MappedTensors
+    from ckptstore.restore.stored_files import StoredFile
 
 __all__ = ["RestoreMethods"]
 
@@ -44,6 +46,7 @@ class RestoreMethods(StoreHandle):
         threads: int | None = None,
         progress: Progress | bool | None = None,
         rank: int | None = None,
+        layout: Literal["nested", "flat"] = "nested",
     ) -> Any:
         """Restore the state of a checkpoint, bit for bit.
 
@@ -53,12 +56,12 @@ class RestoreMethods(StoreHandle):
                 saved as numpy arrays (numpy's RNG state, say) always come back as numpy arrays.
             into: a state of the same structure, whose tensors are overwritten in place without a second copy in
                 memory. Everything but tensors comes from the checkpoint. The result has the tensors of `into`. Of a
-                DTensor only this rank's part is filled, whatever the sharding and the number of ranks when it was
-                saved; only the chunks that hold this part are read.
+                DTensor or `Shard` only this rank's part is filled, whatever the sharding and the number of ranks when
+                it was saved; only the chunks that hold this part are read.
             select: names of tensors, or globs (``model.*``); other tensors are left out of the result.
             device: device of the torch tensors.
             mmap: map uncompressed fulls instead of reading them: tensors are private, copy-on-write views of the file.
-                Sharded tensors are read and assembled.
+                Sharded tensors are read and assembled. `map_tensors` verifies each when it is asked for.
             verify: compare every byte read with its checksum. If you turn this off, damage goes unnoticed.
             threads: number of reading threads; default: the number of cores, at most 4.
             progress: called with (bytes done, total bytes) of the tensors that are restored, from any thread, one call
@@ -66,6 +69,8 @@ class RestoreMethods(StoreHandle):
             rank: for a checkpoint that many ranks saved: return this rank's values where the ranks differ (random
                 numbers, data loader). If fewer ranks saved, `rank` modulo their number. None: all tensors of all ranks,
                 and everything else from the first rank.
+            layout: ``nested``: the state as it was saved. ``flat``: a tuple of the tensors by name (a dict) and of the
+                data; of a state that `flat_state` did not make, the data is the state without its tensors.
 
         Raises:
             CheckpointNotFoundError, TensorNotFoundError: no such checkpoint, or nothing matches `select`.
@@ -76,7 +81,9 @@ class RestoreMethods(StoreHandle):
         """
         from ckptstore.restore.load import LoadOptions, load  # imports numpy, which only a load needs
 
-        options = LoadOptions(framework, into, select, device, mmap, verify, threads, as_progress(progress), rank)
+        options = LoadOptions(
+            framework, into, select, device, mmap, verify, threads, as_progress(progress), rank, layout
+        )
         return self._with_remote_fallback(ref, lambda journal, one: load(journal, one, options))
 
     def _with_remote_fallback(self, ref: str | int, work: Callable[[Journal, str | int], _T]) -> _T:
@@ -161,6 +168,8 @@ class RestoreMethods(StoreHandle):
     ) -> npt.NDArray[Any]:
         """One tensor's logical bytes, or those of a box of it (1-D uint8). Reads only the chunks that hold them.
 
+        Each call opens the checkpoint; `read_boxes` opens it once for many boxes, and `read_tensors` for many tensors.
+
         Args:
             box: slices, one for each dimension from the first on, as in ``numpy.s_[0:10, :]``: the elements of this box
                 in C order. Chunks of 16 MiB are read whole, because they are verified as a whole.
@@ -169,9 +178,57 @@ class RestoreMethods(StoreHandle):
             TensorNotFoundError, CorruptSegmentError, StorageError.
             UsageError: a slice of `box` has a step, or `box` has more slices than the tensor has dimensions.
         """
-        from ckptstore.restore.load import read_tensor
+        from ckptstore.restore.tensor_reads import read_tensor
 
         return self._with_remote_fallback(ref, lambda journal, one: read_tensor(journal, one, name, verify, box))
+
+    def read_boxes(
+        self,
+        ref: str | int,
+        boxes: Iterable[tuple[str, Sequence[tuple[int, int]] | None]],
+        *,
+        out: Sequence[Any] | None = None,
+        framework: Framework | None = None,
+        verify: bool = True,
+        threads: int | None = None,
+        progress: Progress | bool | None = None,
+    ) -> list[Any]:
+        """Read many boxes of many tensors: one open of the checkpoint, in parallel, each needed chunk once.
+
+        All names and boxes, and all of `out`, are checked before the first byte is read. Memory: the result, and two
+        chunks of 16 MiB for each thread.
+
+        Args:
+            boxes: pairs of a tensor's name (or place, as for `read_tensor`) and a box of it: (start, stop) for each
+                dimension, or None for the whole tensor. Boxes may overlap.
+            out: a tensor or array for each box, of the box's shape and the stored dtype, which is overwritten in place:
+                on any device, with any strides, such as a view of a larger tensor. None: new ones.
+            framework: of new ones: ``torch`` or ``numpy``; by default torch if this process has imported it.
+            verify, threads, progress: as for `load`.
+
+        Returns:
+            the members of `out`, or new ones, in the order of `boxes`.
+
+        Raises:
+            TensorNotFoundError: there is no tensor of that name; suggests names that are close.
+            UsageError: a box is not in its tensor, or a member of `out` does not fit, is read-only, or shares memory
+                with another; nothing was overwritten.
+            CorruptSegmentError, StorageError: as `load`. Members of `out` may have been overwritten, with verified
+                bytes only.
+
+        Example:
+            >>> import numpy
+            >>> store = open("memory://boxes")
+            >>> with store.writer() as writer:
+            ...     info = writer.save({"weight": numpy.arange(6).reshape(2, 3)}, step=1)
+            >>> column = store.read_boxes(1, [("weight", [(0, 2), (1, 2)])], framework="numpy")[0]
+            >>> column.tolist()
+            [[1], [4]]
+        """
+        from ckptstore.restore.tensor_reads import BoxOptions, read_boxes
+
+        requests, options = list(boxes), BoxOptions(out, framework, verify, threads, as_progress(progress))
+        return self._with_remote_fallback(ref, lambda journal, one: read_boxes(journal, one, requests, options))
 
     def read_tensors(
         self, ref: str | int = "latest", names: Iterable[str] | None = None, *, verify: bool = True
@@ -186,9 +243,59 @@ class RestoreMethods(StoreHandle):
         Raises:
             TensorNotFoundError, CorruptSegmentError, StorageError.
         """
-        from ckptstore.restore.load import read_tensors
+        from ckptstore.restore.tensor_reads import read_tensors
 
         return read_tensors(self.journal, ref, names, verify)
+
+    def map_tensors(
+        self,
+        ref: str | int = "latest",
+        *,
+        select: str | Sequence[str] | None = None,
+        framework: Framework | None = None,
+    ) -> MappedTensors:
+        """Map the tensors of an uncompressed full, and verify each when it is first asked for.
+
+        Nothing but headers is read until then. ``load(mmap=True)`` verifies all tensors before it returns.
+
+        Args:
+            ref: a checkpoint of a local store whose tensors are stored uncompressed and whole.
+            select: as for `load`.
+            framework: ``torch`` or ``numpy``; by default torch if this process has imported it.
+
+        Returns:
+            a mapping of names (as in `select`) to private, copy-on-write views. It needs this `Store` no more.
+
+        Raises:
+            CheckpointNotFoundError, TensorNotFoundError: as `load`.
+            UsageError: the medium cannot map, or a tensor is compressed, part of a delta, or in shards.
+            CorruptSegmentError, StorageError: a header is damaged, or cannot be read.
+        """
+        from ckptstore.restore.mapped_tensors import map_tensors
+
+        return map_tensors(self.journal, ref, select, framework)
+
+    def file_of(self, ref: str | int = "latest") -> list[StoredFile]:
+        """The safetensors files in which a full checkpoint lies, for programs that map such files.
+
+        Only the headers are verified: `map_tensors` or `verify` compare the tensors with their hashes. A file that a
+        program has open or mapped keeps its contents. Before that, a retired checkpoint may be collected: tag it.
+
+        Args:
+            ref: a checkpoint whose tensors are stored uncompressed.
+
+        Returns:
+            each file, with the tensors that it has: several if the state is large, or many ranks saved it.
+
+        Raises:
+            CheckpointNotFoundError: no such checkpoint.
+            UsageError: it is a delta, a step diff or compressed (the message says what to do), or other programs cannot
+                open the medium.
+            CorruptSegmentError, StorageError: a header is damaged, or cannot be read.
+        """
+        from ckptstore.restore.stored_files import file_of
+
+        return file_of(self.journal, ref)
 
     def chunks(self, ref: str | int, name: str, *, verify: bool = True) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Iterate over one tensor's logical bytes, chunk by chunk: (offset, uint8 array valid until the next one).
@@ -196,7 +303,7 @@ class RestoreMethods(StoreHandle):
         Raises:
             TensorNotFoundError, CorruptSegmentError, StorageError.
         """
-        from ckptstore.restore.load import chunks
+        from ckptstore.restore.tensor_reads import chunks
 
         return chunks(self.journal, ref, name, verify)
 

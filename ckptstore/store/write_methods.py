@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckptstore.errors import UsageError
@@ -50,6 +51,7 @@ class WriteMethods(StoreHandle):
         on_metrics: OnMetrics | None = ...,
         keep: Sequence[str] | None = ...,
         compact: CompactOptions | None = ...,
+        reuse: bool = ...,
     ) -> Writer: ...
 
     @overload
@@ -67,6 +69,7 @@ class WriteMethods(StoreHandle):
         diffs: DiffOptions | None = ...,
         on_metrics: OnMetrics | None = ...,
         keep: Sequence[str] | None = ...,
+        reuse: bool = ...,
     ) -> RankWriter: ...
 
     def writer(
@@ -85,6 +88,7 @@ class WriteMethods(StoreHandle):
         on_metrics: OnMetrics | None = None,
         keep: Sequence[str] | None = None,
         compact: CompactOptions | None = None,
+        reuse: bool = False,
     ) -> Writer:
         """Open the store for writing. This begins a new term, which fences every earlier writer.
 
@@ -110,25 +114,59 @@ class WriteMethods(StoreHandle):
                 the store's current rules, which every writer applies. A writer retires checkpoints; files are deleted
                 by `gc`, or when a save finds no space. Call `gc` now and then, as a `Checkpointer` does.
             compact: while no save is in flight, store kept checkpoints again, as `compact` does; not with `group`.
+            reuse: return the writer that this process opened in this way for the same store and `group`, if it can
+                still save; else open one. Callers share it: leave it open, until the interpreter exits.
 
         Raises:
             CheckpointNotFoundError: no such parent.
+            UsageError: an option is invalid, or differs from that of the writer that `reuse` finds.
             StoreNotFoundError: the store was deleted while it was open (`create` begins another), or has lost FORMAT.
             CorruptLogError: the log is damaged; name an explicit parent to write anyway.
             ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
-        from ckptstore.host import interpreter_exit
-
-        interpreter_exit.check()  # first: some of the imports below fail while the interpreter is exiting
-        from ckptstore.host.buffers import DEFAULT_BUDGET
+        budget = _staging_budget(staging_bytes)
         from ckptstore.write.writer_options import WriterOptions
 
-        budget = DEFAULT_BUDGET if staging_bytes is None else staging_bytes
         coding = (_delta_options(deltas), _diff_options(diffs))
         options = WriterOptions(budget, threads, max_in_flight, poll_seconds, *coding, memory, on_metrics, keep)
+        opened = self._shared_writer if reuse else self._new_writer
+        return opened(parent, group, ranks, options, compact)
+
+    def _new_writer(
+        self,
+        parent: str | int | CheckpointInfo | None,
+        group: Any,
+        ranks: RankOptions | None,
+        options: WriterOptions,
+        compact: CompactOptions | None,
+    ) -> Writer:
         if group is None and ranks is None:
             return self._open_writer(parent, options, compact)
         return _open_for_ranks(self._rank_journal(compact), parent, group, options, ranks)
+
+    def _shared_writer(
+        self,
+        parent: str | int | CheckpointInfo | None,
+        group: Any,
+        ranks: RankOptions | None,
+        options: WriterOptions,
+        compact: CompactOptions | None,
+    ) -> Writer:
+        from ckptstore.store.shared_writers import WriterRequest, shared_writer
+
+        address = self.backend.address or (self.url if "://" in self.url else None)
+        if address is None:
+            raise UsageError(f"{self.url}: reuse: a filesystem= has no name by which a writer can be found again")
+        every = {one.name: getattr(options, one.name) for one in fields(options)}
+        request = WriterRequest(group, parent, {**every, "ranks": ranks, "compact": compact, "remote": self._remote})
+        # A handle of its own: the caller may close this one, and must not find what it remembers of a replaced store.
+        own = type(self)(self.backend.reopened(), self._remote)
+        return shared_writer(
+            address,
+            own.journal,
+            request,
+            lambda: own._new_writer(parent, group, ranks, options, compact),
+        )
 
     def _rank_journal(self, compact: CompactOptions | None) -> Journal:
         """The journal for ranks that save together; raises for options that they do not have."""
@@ -211,16 +249,30 @@ class WriteMethods(StoreHandle):
         )
 
 
+def _staging_budget(staging_bytes: int | None) -> int:
+    """The bytes of `Store.writer`. Raises `WriterClosedError` if the interpreter is exiting."""
+    from ckptstore.host import interpreter_exit
+
+    interpreter_exit.check()  # first: some imports fail then
+    from ckptstore.host.buffers import DEFAULT_BUDGET
+
+    return DEFAULT_BUDGET if staging_bytes is None else staging_bytes
+
+
 def _delta_options(deltas: DeltaOptions | Literal["auto"] | int | None) -> DeltaOptions | None:
+    if deltas is None:
+        return None
     from ckptstore.write.policy.delta_options import DeltaOptions
 
-    return deltas if deltas is None or isinstance(deltas, DeltaOptions) else DeltaOptions(interval=deltas)
+    return deltas if isinstance(deltas, DeltaOptions) else DeltaOptions(interval=deltas)
 
 
 def _diff_options(diffs: DiffOptions | None) -> DiffOptions | None:
+    if diffs is None:
+        return None
     from ckptstore.write.policy.diff_options import DiffOptions
 
-    if diffs is not None and not isinstance(diffs, DiffOptions):
+    if not isinstance(diffs, DiffOptions):
         raise UsageError(f"diffs: {diffs!r}; it takes a DiffOptions, as in diffs=DiffOptions(full_every=100)")
     return diffs
 

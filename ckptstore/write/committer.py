@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptstore.errors import (
     CkptError,
@@ -29,18 +30,20 @@ from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.requests import Outcome
 from ckptstore.log.term import Term
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.commits import Commits
-from ckptstore.write.delta_encoding import ArrivingState
 from ckptstore.write.deltas import Deltas
 from ckptstore.write.policy.orders import Order
 from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.saves.ledger import Labels, Saves
 from ckptstore.write.space_advice import tell_what_holds_space
 from ckptstore.write.stage import Copies, Stage
-from ckptstore.write.steps.batcher import BecomesFullError, Diffs
 from ckptstore.write.steps.updates import Update, with_copies
+
+if TYPE_CHECKING:
+    from ckptstore.write.capture.bounded_capture import Feed
+    from ckptstore.write.delta_encoding import ArrivingState
+    from ckptstore.write.steps.batcher import Diffs
 
 __all__ = ["Committer", "Made", "may_mean"]
 
@@ -182,6 +185,9 @@ class Committer(Commits):
 
     def _add_arriving(self, stage: Stage, feed: Feed, job: SaveJob) -> bool:
         """As `_add`, for a step that arrives unit by unit: it replaces the previous step in memory."""
+        from ckptstore.write.delta_encoding import ArrivingState
+        from ckptstore.write.steps.batcher import BecomesFullError
+
         diffs = self._in_order(job)
         order = diffs.order(self.log.catalog.restorable, job.step)
         room = None if order is None else diffs.room(feed.flat)
@@ -205,6 +211,8 @@ class Committer(Commits):
 
     def _stream(self, arriving: ArrivingState, updates: Sequence[Update], job: SaveJob) -> CheckpointInfo:
         """Write and commit a step diff as it is compressed."""
+        from ckptstore.write.steps.batcher import BecomesFullError
+
         assert self._diffs is not None
         begun: list[str] = []
         try:

@@ -142,6 +142,12 @@ class CompressedSaves(SavePath):
         if self.feeding is not None:
             self.feeding.prepare(flat)
 
+    def expect(self, nbytes: int) -> None:
+        """See `SavePath.expect`."""
+        if self.feeding is not None:
+            self._snapshots.expect(nbytes)
+            self.feeding.expect(nbytes)
+
     def wake(self) -> None:
         """See `SavePath.wake`. The threads that compress belong to the writer."""
         if self.feeding is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptionError
@@ -18,17 +19,19 @@ from ckptstore.formats.segment_files.segment_steps import StepEncoding
 from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import Workers
-from ckptstore.restore.stored_base import StoredBase
 from ckptstore.segments.mapped_fulls import MappedState, map_segments, regions_of, write_direct
 from ckptstore.segments.plain_segments import WrittenState, write_full
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import HostTensor, Snapshot, SnapshotPool
-from ckptstore.write.delta_encoding import ArrivingState, Base, Choices, write_packed
-from ckptstore.write.policy.delta_options import DeltaOptions
 from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.policy.orders import Order
 from ckptstore.write.resident_bases import MemoryBase, ResidentBases
+
+if TYPE_CHECKING:
+    from ckptstore.restore.stored_base import StoredBase
+    from ckptstore.write.capture.bounded_capture import Feed
+    from ckptstore.write.delta_encoding import ArrivingState, Base, Choices
+    from ckptstore.write.policy.delta_options import DeltaOptions
 
 __all__ = ["Deltas"]
 
@@ -61,13 +64,16 @@ class Deltas:
             policy: decides how each checkpoint is stored.
         """
         self.policy = policy
-        self._options = options or DeltaOptions()
+        self._options = options
         self._backend = backend
         self._draft = draft
-        self._choices = Choices(self._options.policy)
+        self._choices: Choices | None = None  # once something is compressed
         self.workers = Workers.sleeping(threads, "ckptstore-encode")
         self._bases = ResidentBases(
-            self._options.memory, snapshots, self.workers, lambda identity, _flat: reopen(identity)
+            None if options is None else options.memory,
+            snapshots,
+            self.workers,
+            lambda identity, _flat: reopen(identity),
         )
 
     def bases(self) -> list[CheckpointId]:
@@ -126,9 +132,10 @@ class Deltas:
         try:
             written = store(order, base)
         except CkptError as error:
-            if isinstance(base, StoredBase):
-                self._restart()  # whether or not reading it failed: the next save must not depend on it
-            if not (isinstance(base, StoredBase) and isinstance(error, CorruptionError)):
+            if base is None or isinstance(base, MemoryBase):
+                raise
+            self._restart()  # whether or not reading it failed: the next save must not depend on it
+            if not isinstance(error, CorruptionError):
                 raise
             warn(f"{self._backend.url}: base {base.id.ref} is damaged, step {step} becomes a full: {error}")
             order, base = self._order(restorable, step)
@@ -165,8 +172,13 @@ class Deltas:
     ) -> WrittenState:
         if isinstance(flat, MappedState) and (direct := write_direct(session, flat, draft)) is not None:
             return direct
-        if base is None and not self._options.compress_fulls:
+        if self._options is None or (base is None and not self._options.compress_fulls):
             return write_full(session, flat, draft)
+        # Plain fulls, which need no codec, never import one.
+        from ckptstore.write.delta_encoding import Choices, write_packed
+
+        if self._choices is None:
+            self._choices = Choices(self._options.policy)
         return write_packed(session, flat, draft, base=base, gap=gap, choices=self._choices, arriving=arriving)
 
     @staticmethod

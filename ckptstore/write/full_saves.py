@@ -71,6 +71,10 @@ class FullSaves(SavePath):
         self.memory.wake()
         self._lanes.wake()
 
+    def expect(self, nbytes: int) -> None:
+        """See `SavePath.expect`."""
+        self.memory.expect(nbytes)
+
     def prepare(self, flat: FlatState) -> None:
         """See `SavePath.prepare`. A second call does nothing."""
         self.memory.prepare(flat)

@@ -6,16 +6,19 @@ A writer of one process holds whole states here, a rank its shares of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ckptstore.formats.history.records import CheckpointId
 from ckptstore.formats.states.state import FlatState
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers
-from ckptstore.restore.stored_base import StoredBase
-from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.delta_encoding import ArrivingState
 from ckptstore.write.policy.orders import Order
+
+if TYPE_CHECKING:
+    from ckptstore.restore.stored_base import StoredBase
+    from ckptstore.write.capture.bounded_capture import Feed
+    from ckptstore.write.delta_encoding import ArrivingState
 
 __all__ = ["MemoryBase", "ResidentBases"]
 
@@ -101,6 +104,8 @@ class ResidentBases:
             None: the state must be stored as a full, because the base is not in memory, or too much of the state has
             another size. With `follow`, the latter does not happen.
         """
+        from ckptstore.write.delta_encoding import ArrivingState
+
         assert order.base is not None
         base = self._bases[order.base]
         if isinstance(base, MemoryBase):

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptstore.errors import UsageError, WriterClosedError
 from ckptstore.formats.history.checkpoint_ref import step_number
@@ -18,7 +18,6 @@ from ckptstore.host.progress import Progress
 from ckptstore.host.signal_reentry import refuse_within
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.capture.layerwise_save import LayeredSave, checked_layers
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.committer import Committer
 from ckptstore.write.saves.job import SaveJob
@@ -27,6 +26,9 @@ from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Update, Updates
 from ckptstore.write.writer_runtime import WriterRuntime
 
+if TYPE_CHECKING:
+    from ckptstore.write.capture.layerwise_save import LayeredSave
+
 __all__ = ["SaveCalls"]
 
 
@@ -34,7 +36,7 @@ class SaveCalls(WriterRuntime):
     """The calls of a `Writer` that take a state."""
 
     def _save(
-        self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
+        self, state: Any, step: int | None, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
         """See `Writer.save`."""
         committer, job, flat = self._job(state, step, labels, updates, scope=Scope())
@@ -49,7 +51,7 @@ class SaveCalls(WriterRuntime):
         finally:
             job.measured.returned()
 
-    def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
+    def _save_async(self, state: Any, step: int | None, labels: Labels, updates: Updates | None) -> PendingSave:
         """See `Writer.save_async`."""
         committer, job, flat = self._job(state, step, labels, updates)
         try:
@@ -103,12 +105,14 @@ class SaveCalls(WriterRuntime):
     def prepare(self, state: Any) -> None:
         """See `Writer.prepare`."""
         self._check_open()
-        flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+        flat = bridge.flattened(state)
         self._wake_for(flat.nbytes)
         self._path.prepare(flat)
 
     def _begin_layers(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool) -> LayeredSave:
         """See `Writer.begin`."""
+        from ckptstore.write.capture.layerwise_save import LayeredSave, checked_layers
+
         committer, job, flat = self._admit(state, step, Labels(), None)
 
         def submit(now: FlatState, labels: Labels, updates: Updates | None) -> PendingSave:
@@ -167,7 +171,7 @@ class SaveCalls(WriterRuntime):
     def _job(
         self,
         state: Any,
-        step: int,
+        step: int | None,
         labels: Labels,
         updates: Updates | None,
         *,
@@ -183,11 +187,11 @@ class SaveCalls(WriterRuntime):
         began = time.monotonic() if began is None else began
         self._explaining.remark_unused(updates)
         committer, job, flat = self._admit(state, step, labels, scope)
-        job.begin(self._meter.begin(flat, step, began))
+        job.begin(self._meter.begin(flat, job.step, began))
         return committer, job, flat
 
     def _admit(
-        self, state: Any, step: int, labels: Labels, scope: Scope | None
+        self, state: Any, step: int | None, labels: Labels, scope: Scope | None
     ) -> tuple[Committer, SaveJob, FlatState]:
         self._check_open()
         if self._begun is not None:
@@ -199,13 +203,12 @@ class SaveCalls(WriterRuntime):
         saves = committer.saves
         saves.check(step)
         try:
-            flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+            flat = bridge.flattened(state)
             self._wake_for(flat.nbytes)
         except BaseException:
             self._lose_step(committer)
             raise
-        saves.take(step)
-        return committer, SaveJob(saves, step, labels, scope), flat
+        return committer, SaveJob(saves, saves.take(step), labels, scope), flat
 
     def _enter(self, job: SaveJob) -> float:
         """Wait for a place in flight -> the seconds waited. Raises the error of an earlier save."""

@@ -88,6 +88,10 @@ class SavePath(ABC):
         """Touch memory for a state like `flat` in the background."""
 
     @abstractmethod
+    def expect(self, nbytes: int) -> None:
+        """Touch memory in the background for copies of a state of about `nbytes` bytes."""
+
+    @abstractmethod
     def wake(self) -> None:
         """Start the threads that copy and write large states. Raises `RuntimeError` if no more can be started."""
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from types import CodeType, TracebackType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ckptstore.errors import UsageError
+from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats.history.checkpoint_ref import step_number, text_of
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.interpreter_exit import Finishable
 from ckptstore.host.progress import Progress, as_progress
 from ckptstore.host.signal_reentry import codes_of, refuse_within
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.capture.layerwise_save import LayeredSave
 from ckptstore.write.saves.ledger import Labels, PendingSave
 from ckptstore.write.saves.lost_steps import note_lost
 from ckptstore.write.second_tier import Lag
 from ckptstore.write.steps.updates import Updates
+
+if TYPE_CHECKING:
+    from ckptstore.write.capture.layerwise_save import LayeredSave
 
 __all__ = ["Writer"]
 
@@ -53,6 +55,21 @@ class Writer(Finishable):
         """The checkpoint this term continues from: load it before training; None for a new run."""
 
     @property
+    def usable(self) -> bool:
+        """Whether it can save, as far as it knows: it is not closed, nothing has ended it (a newer term exists), and
+        this process is no fork of the one that opened it.
+        """
+        try:
+            self._check_open()
+        except CkptError:
+            return False
+        return True
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise the error that every save would raise. Does no I/O."""
+
+    @property
     def inherited(self) -> object:
         """The state of a dead trainer that an agent has kept, until the first save; None: there is none."""
         return None
@@ -67,7 +84,7 @@ class Writer(Finishable):
     def save(
         self,
         state: Any,
-        step: int,
+        step: int | None = None,
         *,
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
@@ -81,7 +98,9 @@ class Writer(Finishable):
                 flattened already). It must not change during the call. With many ranks: this rank's tensors; a
                 `DTensor` is this rank's shard of a tensor that is distributed over all ranks.
             step: number of optimizer steps done; a Python or numpy integer. It must be above every step that this term
-                continues from. All ranks save the same steps in the same order.
+                continues from. All ranks save the same steps in the same order. None: the next one, which is the
+                highest that this writer was ever given (at first that of the parent, or 0) plus 1. Calls of several
+                threads get different steps.
             metadata: facts about the checkpoint that every listing of the store shows (a loss, a commit, a note): a
                 mapping of texts, numbers, booleans, None, lists and mappings, at most 16 KiB as JSON. It is stored in
                 `CheckpointInfo.metadata`. With many ranks, rank 0's metadata is stored.
@@ -105,13 +124,13 @@ class Writer(Finishable):
             CommitUnknownError: the checkpoint may or may not exist. This writer can save no more.
         """
         refuse_within(self, self._WAIT)
-        return self._save(state, step_number(step), Labels.of(metadata, tags), updates, as_progress(progress))
+        return self._save(state, _given(step), Labels.of(metadata, tags), updates, as_progress(progress))
 
     @warns_last
     def save_async(
         self,
         state: Any,
-        step: int,
+        step: int | None = None,
         *,
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
@@ -132,16 +151,16 @@ class Writer(Finishable):
             as `save`; errors of the medium and of other ranks come from `PendingSave.result`.
         """
         refuse_within(self, self._WAIT)
-        return self._save_async(state, step_number(step), Labels.of(metadata, tags), updates)
+        return self._save_async(state, _given(step), Labels.of(metadata, tags), updates)
 
     @abstractmethod
     def _save(
-        self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
+        self, state: Any, step: int | None, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
         """See `save`."""
 
     @abstractmethod
-    def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
+    def _save_async(self, state: Any, step: int | None, labels: Labels, updates: Updates | None) -> PendingSave:
         """See `save_async`."""
 
     def prepare(self, state: Any) -> None:
@@ -343,6 +362,10 @@ class Writer(Finishable):
             if error is None:
                 raise
             note_lost(error, self.url, lost)
+
+
+def _given(step: Any) -> int | None:
+    return None if step is None else step_number(step)
 
 
 Writer._WAIT = codes_of(Writer.save, Writer.save_async, Writer.begin)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptstore._version import __version__
 from ckptstore.errors import CheckpointNotFoundError, CkptError, FencedError, ReadOnlyError
@@ -19,11 +19,13 @@ from ckptstore.log import refs
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term
-from ckptstore.restore.stored_base import open_base
 from ckptstore.write.local_writer import LocalWriter
-from ckptstore.write.policy.diff_options import DiffOptions
 from ckptstore.write.second_tier import SecondTier
 from ckptstore.write.writer_options import WriterOptions
+
+if TYPE_CHECKING:
+    from ckptstore.restore.stored_base import StoredBase
+    from ckptstore.write.policy.diff_options import DiffOptions
 
 __all__ = ["Opener", "TermOpener", "open_writer"]
 
@@ -75,10 +77,16 @@ def open_writer(
         term,
         info,
         options,
-        reopen=lambda identity: open_base(own, identity),
+        reopen=lambda identity: _open_base(own, identity),
         begin=lambda ref, after: _began_again(own, ref, after, about, opener),
         tier=tier,
     )
+
+
+def _open_base(journal: Journal, identity: CheckpointId) -> StoredBase:
+    from ckptstore.restore.stored_base import open_base  # a writer of plain fulls decodes nothing
+
+    return open_base(journal, identity)
 
 
 def _begin(

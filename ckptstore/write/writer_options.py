@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckptstore.errors import UsageError
 from ckptstore.formats.history.retention_rules import checked
@@ -12,9 +12,11 @@ from ckptstore.host import interpreter_exit
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.option_checks import MOST_BYTES, MOST_THREADS, seconds, whole
-from ckptstore.write.policy.delta_options import DeltaOptions
-from ckptstore.write.policy.diff_options import DiffOptions
 from ckptstore.write.saves.save_metrics import OnMetrics
+
+if TYPE_CHECKING:
+    from ckptstore.write.policy.delta_options import DeltaOptions
+    from ckptstore.write.policy.diff_options import DiffOptions
 
 __all__ = ["WriterOptions"]
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import itemgetter
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ckptstore.errors import WriterClosedError, WriterError
 from ckptstore.formats.history.records import CheckpointId
@@ -26,14 +26,10 @@ from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.journal import Journal
 from ckptstore.log.requests import Outcome
 from ckptstore.log.term import Term
-from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.background_task import Companion
-from ckptstore.write.capture.bounded_capture import Feeding
-from ckptstore.write.capture.layerwise_save import OpenSave
 from ckptstore.write.capture.snapshot import SnapshotPool
 from ckptstore.write.capture.unit_copy import StagedMemory
 from ckptstore.write.committer import Committer
-from ckptstore.write.compressed_saves import CompressedSaves
 from ckptstore.write.deltas import Deltas
 from ckptstore.write.full_saves import FullSaves
 from ckptstore.write.policy.order_policy import OrderPolicy
@@ -43,10 +39,14 @@ from ckptstore.write.saves.in_flight import Places
 from ckptstore.write.saves.ledger import Failures, Saves, check_owner
 from ckptstore.write.saves.save_metrics import Meter
 from ckptstore.write.second_tier import SecondTier
-from ckptstore.write.steps.batcher import Diffs
 from ckptstore.write.steps.updates import Explaining
 from ckptstore.write.writer import Writer
 from ckptstore.write.writer_options import WriterOptions
+
+if TYPE_CHECKING:
+    from ckptstore.restore.stored_base import StoredBase
+    from ckptstore.write.capture.layerwise_save import OpenSave
+    from ckptstore.write.steps.batcher import Diffs
 
 __all__ = ["Begin", "WriterRuntime"]
 
@@ -162,6 +162,10 @@ class WriterRuntime(Writer):
                 commit=self._thread,
                 tend=self._upkeep,
             )
+        # Plain fulls need neither these modules nor what they import.
+        from ckptstore.write.capture.bounded_capture import Feeding
+        from ckptstore.write.compressed_saves import CompressedSaves
+
         feeding = None if options.memory is None else Feeding(options.memory, self._background.submit)
         return CompressedSaves(
             self._explaining, self._snapshots, self._blocks, thread=self._thread, tend=self._tend, feeding=feeding
@@ -171,13 +175,9 @@ class WriterRuntime(Writer):
         """Touch memory in the background for a state of about `nbytes` bytes, which will be saved."""
         options = self._options
         self._wake_for(nbytes)
-        if isinstance(self._path, FullSaves):
-            # Only `save_async` uses either: a caller of `save` alone must not pay for the memory of a whole state.
-            if options.memory is not None or options.max_in_flight > 1:
-                self._path.memory.expect(nbytes)
-        elif isinstance(self._path, CompressedSaves) and self._path.feeding is not None:
-            self._snapshots.expect(nbytes)
-            self._path.feeding.expect(nbytes)
+        # Only `save_async` copies plain fulls: a caller of `save` alone must not pay for the memory of a whole state.
+        if not options.plain or options.memory is not None or options.max_in_flight > 1:
+            self._path.expect(nbytes)
 
     def _wake_for(self, nbytes: int) -> None:
         """Start the threads that copy, hash and write, if a state of `nbytes` bytes is large enough to need them.
@@ -202,6 +202,8 @@ class WriterRuntime(Writer):
         self._parent = parent
         diffs: Diffs | None = None
         if self._options.diffs is not None:
+            from ckptstore.write.steps.batcher import Diffs
+
             diffs = Diffs(self._options.diffs, self._draft(term), self._deltas.workers, self._deltas.policy)
         committer = Committer(
             term,

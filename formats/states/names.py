@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ckptstore.formats.states.values import is_plain_text
 
-__all__ = ["bare_name", "flat_names", "place_names"]
+__all__ = ["bare_name", "flat_names", "is_name", "place_names"]
 
 _RESERVED = "ckptstore/"
 _COMPILED = "_orig_mod"
@@ -35,7 +35,7 @@ def flat_names(paths: Sequence[tuple[object, ...]]) -> list[str]:
     plain = [".".join(map(str, path)) for path in paths]
     uses = Counter(plain)
     names: list[str] = []
-    unique = {name for name, count in uses.items() if count == 1 and _allowed(name)}
+    unique = {name for name, count in uses.items() if count == 1 and is_name(name)}
     taken = set(unique)
     for path, name in zip(paths, plain, strict=True):
         if name in unique:
@@ -66,7 +66,7 @@ def place_names(places: Sequence[tuple[tuple[object, ...], str]]) -> list[str]:
     owner = {tensor: tensor for _, tensor in places}
     shared: set[str] = set()
     for (_, tensor), name in zip(places, plain, strict=True):
-        if owner.setdefault(name, tensor) != tensor or not _allowed(name):
+        if owner.setdefault(name, tensor) != tensor or not is_name(name):
             shared.add(name)
     names: list[str] = []
     home: dict[str, int] = {}
@@ -92,7 +92,8 @@ def _is_named_after(path: tuple[object, ...], tensor: str) -> bool:
     return tensor in (".".join(map(str, path)), _escaped(path))
 
 
-def _allowed(name: str) -> bool:
+def is_name(name: str) -> bool:
+    """Whether a tensor of a state may have this name."""
     return bool(name) and name != "__metadata__" and not name.startswith(_RESERVED) and is_plain_text(name)
 
 

@@ -48,6 +48,17 @@ def test_every_type_of_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm_agents")
+def test_without_a_step_the_next_one_is_saved(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as writer:
+        assert writer.save({"x": 1}).step == 1
+        assert writer.save({"x": 2}, 5).step == 5
+        assert writer.save_async({"x": 3}).result().step == 6
+    with opened(tmp_path / "store") as writer:
+        assert writer.save({"x": 4}).step == 7
+    assert [info.step for info in ckptstore.open(tmp_path / "store").checkpoints()] == [1, 5, 6, 7]
+
+
+@pytest.mark.usefixtures("warm_agents")
 def test_the_state_may_change_as_soon_as_save_async_returns(tmp_path: Path) -> None:
     state = begun()
     with opened(tmp_path / "store", max_in_flight=3) as writer:

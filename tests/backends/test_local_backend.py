@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from ckptstore.errors import (
     ReadOnlyError,
     StorageError,
     UnsupportedBackendError,
+    UsageError,
 )
 from ckptstore.host.pages import BLOCK
 from tests.backends.backend_conformance import SEGMENT, aligned, filled, read_segment, write_segment
@@ -491,3 +493,27 @@ def test_two_dots_behind_a_link_lead_where_every_other_program_goes(
     assert LocalBackend("./link/.././store/").get("FORMAT", 9) == b"x"
     assert LocalBackend("name/store").root == str(tmp_path / "name" / "store")  # no `..`: the link stays
     assert LocalBackend("absent/../store").root == str(tmp_path / "store")
+
+
+def test_every_call_after_close_says_that_the_store_was_closed(tmp_path: Path) -> None:
+    """Another folder may have the closed handle's number by then."""
+    backend = LocalBackend(tmp_path / "s")
+    backend.create("log/0", b"x")
+    backend.close()
+    handles = [os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY) for _ in range(4)]
+    calls: list[Callable[[], object]] = [
+        backend.deleted,
+        lambda: backend.get("log/0"),
+        lambda: backend.size("log/0"),
+        lambda: backend.list("log/"),
+        lambda: backend.create("log/1", b"x"),
+        lambda: backend.replace("log/0", b"y"),
+        lambda: backend.delete("log/0"),
+        lambda: backend.open_sink("seg/0", BLOCK),
+        lambda: backend.open_source("log/0"),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="was closed; open the store again"):
+            call()
+    for one in handles:
+        os.close(one)

@@ -11,7 +11,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptstore
 from ckptstore.errors import FormatError, UnsupportedStateError, UsageError
@@ -207,15 +206,10 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, names: list[str], messag
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_files_that_another_program_converts(tmp_path: Path) -> None:
-    """The named command converts them: run here if it is torch's own."""
     shards = tmp_path / "dcp"
     dcp.save({"w": torch.arange(5.0)}, checkpoint_id=shards, no_dist=True)
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError, match=rf"{shards} was written by torch.distributed.checkpoint: `ckpt import`"):
         survey(shards)
-    command = str(raised.value).partition("made by this command: ")[2].split()
-    assert command[:5] == [*["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"], str(shards)]
-    dcp_to_torch_save(command[4], tmp_path / "step_1.pt")
-    assert torch.equal(imported(tmp_path, tmp_path / "step_1.pt")["w"], torch.arange(5.0))
 
     deepspeed = tmp_path / "checkpoint-9" / "global_step9"
     deepspeed.mkdir(parents=True)

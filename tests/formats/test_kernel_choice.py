@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,3 +222,111 @@ def test_a_base_that_is_not_added_to_may_overlap_what_is_made() -> None:
         kernels.combine(planes, kernels.PUT, memory, memory[300:800])
     assert kernel_choice.kind() == "compiled", "a kernel that is right was switched off"
     assert memory[301] == sum((1 + number) << (8 * number) for number in range(4))
+
+
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(kernel_choice.VARIABLE, raising=False)
+    monkeypatch.setattr(kernel_choice, "_decided", lambda wanted: decisions.append(wanted) is None and False)
+    decisions.clear()
+    kernel_choice.use(None)
+
+
+decisions: list[str] = []
+
+
+def zigzag(nbytes: int) -> None:
+    values = np.zeros(nbytes // 4, np.uint32)
+    kernels.zigzag(values, np.empty_like(values))
+
+
+@pytest.mark.usefixtures("undecided")
+def test_a_few_small_calls_decide_nothing() -> None:
+    for _ in range(10):
+        zigzag(1 << 16)
+    assert not decisions
+    zigzag(kernel_choice.LARGE)
+    assert decisions == [""]
+
+
+@pytest.mark.usefixtures("undecided")
+def test_many_small_calls_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "MANY", 1 << 20)
+    for _ in range(15):
+        zigzag(1 << 16)
+    assert not decisions
+    zigzag(1 << 16)
+    assert decisions == [""]
+
+
+@pytest.mark.usefixtures("undecided")
+def test_a_list_of_arrays_counts_as_their_sum() -> None:
+    words = np.zeros(kernel_choice.LARGE // 4, np.uint32)
+    kernels.combine([np.zeros(words.size, np.uint8)] * 4, 0, np.zeros_like(words), words)
+    assert decisions
+
+
+@pytest.mark.usefixtures("undecided")
+def test_the_variable_decides_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernel_choice.VARIABLE, "compiled")
+    zigzag(4)
+    assert decisions == ["compiled"]
+
+
+@pytest.mark.usefixtures("undecided")
+def test_damage_found_by_numpy_alone_is_not_looked_at_again() -> None:
+    calls = []
+
+    def work() -> None:
+        calls.append(1)
+        zigzag(4)
+        error = CorruptSegmentError("damage")
+        error.computed = True
+        raise error
+
+    with pytest.raises(CorruptSegmentError):
+        kernel_choice.confirmed(work)
+    assert len(calls) == 1
+    assert not decisions
+
+
+@needs_numba
+def test_damage_is_looked_at_again_if_the_work_itself_began_to_use_compiled_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(kernel_choice.VARIABLE, raising=False)
+    kernel_choice.use(None)
+    calls = []
+
+    def work() -> None:
+        calls.append(kernel_choice.doubting())
+        zigzag(kernel_choice.LARGE)
+        error = CorruptSegmentError("damage")
+        error.computed = True
+        raise error
+
+    with pytest.raises(CorruptSegmentError):
+        kernel_choice.confirmed(work)
+    assert calls == [False, True]
+    assert kernel_choice.used()
+
+
+_FIRST = """
+import sys
+import numpy as np
+import ckptstore
+with ckptstore.open(sys.argv[1]).writer() as writer:
+    writer.save({"x": np.zeros(3)}, 1)
+ours = {name.removeprefix("ckptstore.") for name in sys.modules if name.startswith("ckptstore.")}
+print("numba" in sys.modules, "formats.codecs" in ours, "formats.optim" in ours, "restore.chain" in ours)
+assert len(ours) < 180, sorted(ours)
+ckptstore.open(sys.argv[1]).load()
+print("numba" in sys.modules)
+"""
+
+
+def test_the_first_save_of_a_small_state_imports_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(kernel_choice.VARIABLE, raising=False)
+    command = [sys.executable, "-c", _FIRST, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"] * 5

@@ -36,7 +36,7 @@ if action == "save":
 elif action == "async":
     saved = state(2.5)
     with store.writer() as writer:
-        writer.save({"warm": np.zeros(1)}, step=3)  # what is imported and compiled
+        writer.save({"warm": np.zeros(MIB, np.uint8)}, step=3)  # what is imported and compiled, from 1 MiB on
         reset(); before = field("VmRSS")
         for step in (4, 5):
             writer.save_async(saved, step=step)

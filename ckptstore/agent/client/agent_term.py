@@ -162,11 +162,10 @@ class AgentTerm:
 
     # -- saves that the agent has
 
-    def begin_save(self, step: int, labels: Labels) -> AgentSave:
+    def begin_save(self, step: int | None, labels: Labels) -> AgentSave:
         """Begin a save of a step that no other save may have. Raises `StepOrderError`."""
         self.saves.check(step)
-        self.saves.take(step)
-        return AgentSave(self.saves, step, labels, self._cancel)
+        return AgentSave(self.saves, self.saves.take(step), labels, self._cancel)
 
     def expect(self, save: AgentSave) -> Callable[[BaseException], None]:
         """Expect an event with the result of a save -> a callback for the agent's refusal of the save."""

@@ -138,8 +138,11 @@ class AgentWriter(Writer):
 
     # -- saving
 
+    def _check_open(self) -> None:
+        self._agent_term.check_open()
+
     def _save(
-        self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
+        self, state: Any, step: int | None, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
         """See `Writer.save`. The state is copied first, so it may change if this is interrupted."""
         flat = self._transfer.flattened(state)
@@ -147,7 +150,7 @@ class AgentWriter(Writer):
         Tally(progress, flat.nbytes).advance(flat.nbytes)
         return info
 
-    def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
+    def _save_async(self, state: Any, step: int | None, labels: Labels, updates: Updates | None) -> PendingSave:
         """See `Writer.save_async`. Waits while `max_in_flight` earlier saves are not durable, then copies."""
         return self._transfer.save(state, step, labels, updates)
 

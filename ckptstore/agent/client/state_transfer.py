@@ -117,7 +117,7 @@ class StateTransfer:
     def save(
         self,
         state: Any,
-        step: int,
+        step: int | None,
         labels: Labels,
         updates: Updates | None,
         filling: FilledByOwner | None = None,
@@ -132,10 +132,10 @@ class StateTransfer:
         """
         if filling is None:
             self._planned_layout = {}, StateLayout(())  # keeps no tensors of a planned state alive
-        step = step_number(step)
+        step = None if step is None else step_number(step)
         began = time.monotonic() if filling is None or filling.began is None else filling.began
         agent, save, flat = self._admit(state, step, labels)
-        save.begin(self._meter.begin(flat, step, began))
+        save.begin(self._meter.begin(flat, save.step, began))
         try:
             layout = StateLayout.of(flat.tensors) if filling is None else filling.layout
             lent = self._lend(agent, layout, save)
@@ -204,13 +204,9 @@ class StateTransfer:
 
     def flattened(self, state: Any) -> FlatState:
         """Flatten a state."""
-        return (
-            state
-            if isinstance(state, FlatState)
-            else bridge.flattened(state, sharded=self._agent_term.rank is not None)
-        )
+        return bridge.flattened(state, sharded=self._agent_term.rank is not None)
 
-    def _admit(self, state: Any, step: int, labels: Labels) -> tuple[RunningAgent, AgentSave, FlatState]:
+    def _admit(self, state: Any, step: int | None, labels: Labels) -> tuple[RunningAgent, AgentSave, FlatState]:
         """Check everything that can be refused -> the agent, the save, the flattened state."""
         agent_term = self._agent_term
         agent_term.check_open()

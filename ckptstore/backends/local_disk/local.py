@@ -173,6 +173,10 @@ class LocalBackend(Backend):
     def _path(self, key: str) -> str:
         return f"{self.root}/{checked_key(key)}"
 
+    def locate(self, key: str) -> str:
+        """See `Backend.locate`."""
+        return os.path.realpath(self._path(key))
+
     def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
         """See `Backend.get`."""
         with FileSource(self._folders, checked_key(key), self._posix, direct=False) as source:

@@ -78,7 +78,6 @@ class _Tree:
         self._backend = backend
         self._found = found
         self._readers: dict[str, SegmentReader] = {}
-        self._compiled = kernel_choice.kind() == "compiled"
         self.held = {branch: self._described(branch.encoding) for branch in root.walk()}
 
     def tasks(self, staging: Staging) -> Iterator[Task]:
@@ -188,7 +187,7 @@ class _Tree:
                 raise found[0][2]
 
         with contextlib.suppress(CorruptSegmentError):
-            kernel_choice.confirmed(work, since=self._compiled)
+            kernel_choice.confirmed(work, since=kernel_choice.used())
         for branch, link, error in found:
             # A load compares only digests of computed tensors.
             self._found.blame(branch.encoding, link.reader.entry.key, error, state=link.base_ratio == 1)

@@ -234,7 +234,7 @@ class LayeredSave:
             self.opened.check()
             flat = self._flat
             if state is not None:
-                flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+                flat = bridge.flattened(state)
                 self._check_same(flat)
             self._now = None
             self._copy_rest(flat)

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ckptstore.formats.history.records import CheckpointId
 from ckptstore.formats.history.retention_forecast import Chains
-from ckptstore.write.policy.delta_interval import Decision, Schedule
-from ckptstore.write.policy.delta_options import DeltaOptions
-from ckptstore.write.policy.diff_options import DiffOptions
 from ckptstore.write.policy.orders import FULL_ORDER, Order
 
-__all__ = ["OrderPolicy"]
+if TYPE_CHECKING:
+    from ckptstore.write.policy.delta_interval import Decision, Schedule
+    from ckptstore.write.policy.delta_options import DeltaOptions
+    from ckptstore.write.policy.diff_options import DiffOptions
 
-_NO_DIFFS = DiffOptions()
+__all__ = ["OrderPolicy"]
 
 
 class OrderPolicy:
@@ -43,14 +44,27 @@ class OrderPolicy:
             clock: in seconds; measures how long training has run between two fulls.
         """
         self._chains = Chains(tuple) if chains is None else chains
-        self._schedule = None if deltas is None else Schedule(deltas.interval, deltas.form, deltas.bound)
+        self._schedule: Schedule | None = None
+        if deltas is not None:
+            from ckptstore.write.policy.delta_interval import Schedule  # not for plain fulls
+
+            self._schedule = Schedule(deltas.interval, deltas.form, deltas.bound)
         self._numbers: dict[CheckpointId, int] = {}  # the schedule's numbers of the bases
-        self._diffs = _NO_DIFFS if diffs is None else diffs
+        self._given = diffs
         self._last: CheckpointId | None = None  # the step that the next step diff is compressed against
         self._depth = 0  # step diffs since the last full or delta
         self._size = 0.0  # size of the last step diff, as a fraction of a full
         self._clock = clock
         self._begun = clock()
+
+    @property
+    def _diffs(self) -> DiffOptions:
+        """The options of step diffs; without any, the default ones."""
+        if self._given is None:
+            from ckptstore.write.policy.diff_options import DiffOptions
+
+            self._given = DiffOptions()
+        return self._given
 
     def begin_term(self) -> None:
         """Begin another term: the next checkpoint is a full. The learned sizes stay."""
@@ -104,6 +118,8 @@ class OrderPolicy:
         self._chains.stored(identity.step, below, stored / nbytes if nbytes else 1.0)
         if self._schedule is None:
             return
+        from ckptstore.write.policy.delta_interval import Decision
+
         base = None if order.base is None else self._numbers.get(order.base)
         if order.base is not None and base is None:
             # Prevents: a delta against a checkpoint whose own base was dropped while it was written.

@@ -93,7 +93,7 @@ class RankWriter(Writer):
         return self._work.rank_term.parent
 
     def _save(
-        self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
+        self, state: Any, step: int | None, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
         """See `Writer.save`. The shares of all ranks are durable when this returns."""
         began = time.monotonic()
@@ -110,7 +110,7 @@ class RankWriter(Writer):
                     written.result()
             one.measured.returned()
 
-    def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
+    def _save_async(self, state: Any, step: int | None, labels: Labels, updates: Updates | None) -> PendingSave:
         """See `Writer.save_async`."""
         began = time.monotonic()
         return self._begun_async(self._begin(state, step, labels, updates, None, began, asynchronous=True))
@@ -221,7 +221,7 @@ class RankWriter(Writer):
     def _begin(
         self,
         state: Any,
-        step: int,
+        step: int | None,
         labels: Labels,
         updates: Updates | None,
         progress: Progress | None,
@@ -235,7 +235,7 @@ class RankWriter(Writer):
             self._resources.failures.raise_unseen()
         rank_term = self._work.rank_term
         rank_term.saves.check(step)
-        rank_term.saves.take(step)
+        step = rank_term.saves.take(step)
         place, waited = None, 0.0
         if asynchronous and not isinstance(state, Copies):
             # Before any message about this step: if an earlier save has failed, no rank begins this one.

@@ -42,7 +42,7 @@ def prepare(
     adopted = state if isinstance(state, Copies) else None
     if adopted is not None:
         state = adopted.flat
-    flat = state if isinstance(state, FlatState) else bridge.flattened(state, sharded=True)
+    flat = bridge.flattened(state, sharded=True)
     resources.wake_for(flat.nbytes)
     named = steady(flat, resources.ranks.globs)
     found = named.moved(explaining.found(updates, flat))

@@ -227,11 +227,14 @@ class Saves:
         self.parent = parent
         self.failures = failures
         self._taken = Spans()
+        self._reached = 0 if parent is None else parent.step  # also by steps that failed
         self._pending: dict[int, Future[CheckpointInfo]] = {}
         self._lock = threading.Lock()
 
-    def check(self, step: int) -> None:
+    def check(self, step: int | None) -> None:
         """Raise `StepOrderError` if no checkpoint of this term may have this step, or no later one may."""
+        if step is None:
+            return
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _MAX_STEP:
             raise StepOrderError(f"step {step!r}: a whole number from 0 to 2^53 - 1 is needed")
         if self.parent is not None and step <= self.parent.step:
@@ -243,11 +246,25 @@ class Saves:
         with self._lock:
             self._check_order(step)
 
-    def take(self, step: int) -> None:
-        """Take `step`, so that no other save may. Raises `StepOrderError` if it is not above all steps taken before."""
+    def take(self, step: int | None) -> int:
+        """Take `step`, so that no other save may -> the step.
+
+        Args:
+            step: None: the next one, above the parent's and above all that were ever taken. A step that failed is not
+                taken again: of many ranks, some learn of a failure later than others, and all must take the same step.
+
+        Raises:
+            StepOrderError: it is not above all steps taken before, or there is none above them.
+        """
         with self._lock:
+            if step is None:
+                step = self._reached + 1
+                if step > _MAX_STEP:
+                    raise StepOrderError(f"step {_MAX_STEP} was saved: there is no step above it")
             self._check_order(step)
             self._taken.add(step)
+            self._reached = max(self._reached, step)
+            return step
 
     def _check_order(self, step: int) -> None:
         """Prevents: a run that went back, but resumes from what it had abandoned, which is still the highest step."""

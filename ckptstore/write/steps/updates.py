@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.optim import Optimizer, SparseGradient, Step
 from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
+
+if TYPE_CHECKING:
+    from ckptstore.formats.optim import Optimizer, SparseGradient, Step
 
 __all__ = [
     "Explaining",
@@ -122,6 +124,10 @@ class Explaining:
 def with_sparse_copies(updates: Sequence[Update]) -> list[Update]:
     """The updates with copies of their sparse gradients; other gradients are read in place."""
     taken = list(updates)
+    if not taken:
+        return taken
+    from ckptstore.formats.optim import SparseGradient
+
     for number, update in enumerate(taken):
         gradient = update.gradient
         if isinstance(gradient, SparseGradient):
@@ -132,6 +138,10 @@ def with_sparse_copies(updates: Sequence[Update]) -> list[Update]:
 
 def dense_gradients(updates: Sequence[Update]) -> FlatState:
     """The gradients that `with_copies` copies, by the number of their update."""
+    if not updates:
+        return FlatState(None, {})
+    from ckptstore.formats.optim import SparseGradient
+
     dense: dict[str, TensorSource] = {
         str(number): update.gradient
         for number, update in enumerate(updates)

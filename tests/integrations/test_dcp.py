@@ -1,0 +1,271 @@
+"""torch.distributed.checkpoint with a store as its medium: one process, and ranks of a gloo group."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch.distributed.fsdp", reason="this torch has no FSDP2")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402 - torch decides whether this file runs at all
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: E402
+from torch.distributed.checkpoint.utils import CheckpointException  # noqa: E402
+
+import ckptstore  # noqa: E402
+from ckptstore.integrations.dcp import CkptstoreReader, CkptstoreWriter  # noqa: E402
+from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of  # noqa: E402
+from tests.forms import long_only  # noqa: E402
+from tests.integrations.dcp_job import same  # noqa: E402
+from tools.warm import Warm  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("numpy_elsewhere_in_ci"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+
+def state(step: int = 0) -> dict[str, Any]:
+    chance = torch.Generator().manual_seed(0)
+    return {
+        "model": {
+            "w": torch.randn(300, 20, generator=chance) * (1 + step * 1e-6),
+            "b": torch.randn(20, generator=chance).to(torch.bfloat16),
+            "scalar": torch.tensor(3.5),
+            "empty": torch.zeros(0, 4),
+            "turned": torch.randn(4, 6, generator=chance).t(),
+        },
+        "optimizer": {
+            "state": [{"m": torch.randn(5, generator=chance)}, {}],
+            "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+        },
+        "step": step,
+        "note": "text",
+        "nothing": None,
+    }
+
+
+def zeros(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: zeros(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [zeros(one) for one in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+def test_a_state_comes_back(tmp_path: Path) -> None:
+    writer = CkptstoreWriter(tmp_path / "s", 7, tags="best", metadata={"loss": 0.5})
+    dcp.save(state(), storage_writer=writer)
+    found = zeros(state())
+    reader = CkptstoreReader(tmp_path / "s")
+    dcp.load(found, storage_reader=reader)
+    same(found, state())
+    assert (writer.saved and writer.saved.ref) == reader.ref == "7@1"
+    store = ckptstore.open(tmp_path / "s")
+    assert store.checkpoint("tag:best").metadata == {"loss": 0.5}
+    assert {"model.w", "model.b", "optimizer.state.0.m"} <= set(store.tensors())
+
+
+def test_the_description_is_that_of_dcp(tmp_path: Path) -> None:
+    said = dcp.save(state(), storage_writer=CkptstoreWriter(tmp_path / "s", 1))
+    found = CkptstoreReader(tmp_path / "s").read_metadata()
+    assert found.planner_data == said.planner_data
+    assert found.state_dict_metadata.keys() == said.state_dict_metadata.keys()
+    for name, one in said.state_dict_metadata.items():
+        mine = found.state_dict_metadata[name]
+        assert type(mine) is type(one)
+        if isinstance(one, TensorStorageMetadata):
+            assert (mine.size, mine.properties.dtype, mine.chunks) == (one.size, one.properties.dtype, one.chunks), name
+
+
+def test_saves_of_a_process_are_one_term(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        dcp.save(state(step), storage_writer=CkptstoreWriter(tmp_path / "s", step, deltas=5))
+    infos = ckptstore.open(tmp_path / "s").checkpoints()
+    assert [(info.term, info.kind) for info in infos] == [(1, "full"), (1, "delta"), (1, "delta")]
+    for step in (3, 1):
+        found = zeros(state())
+        dcp.load(found, checkpoint_id=tmp_path / "s" / str(step), storage_reader=CkptstoreReader())
+        same(found, state(step))
+
+
+def test_without_a_step_it_is_the_next(tmp_path: Path) -> None:
+    for _ in range(2):
+        dcp.save(state(), checkpoint_id=tmp_path / "s", storage_writer=CkptstoreWriter())
+    assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [1, 2]
+
+
+def test_two_asynchronous_saves_in_flight(tmp_path: Path) -> None:
+    one, other = state(1), state(2)
+    first: Any = dcp.async_save(one, storage_writer=CkptstoreWriter(tmp_path / "s", 1), no_dist=True)
+    second: Any = dcp.async_save(other, storage_writer=CkptstoreWriter(tmp_path / "s", 2), no_dist=True)
+    for tensor in (one["model"]["w"], other["model"]["w"]):
+        tensor.zero_()
+    first.result()
+    second.result()
+    for step in (1, 2):
+        found = zeros(state())
+        dcp.load(found, storage_reader=CkptstoreReader(tmp_path / "s", step))
+        same(found, state(step))
+
+
+def test_a_target_of_another_dtype_is_cast_as_dcp_does(tmp_path: Path) -> None:
+    dcp.save(state(), storage_writer=CkptstoreWriter(tmp_path / "s", 1))
+    found = {"model": {"w": torch.zeros(300, 20, dtype=torch.float64)}}
+    dcp.load(found, storage_reader=CkptstoreReader(tmp_path / "s"))
+    assert torch.equal(found["model"]["w"], state()["model"]["w"].double())
+
+
+def test_what_the_store_saved_by_itself_can_be_loaded(tmp_path: Path) -> None:
+    with ckptstore.open(tmp_path / "s", create=True).writer() as writer:
+        writer.save({"model": {"w": torch.ones(3)}, "step": 4}, 1)
+    found = {"model": {"w": torch.zeros(3)}, "step": 0}
+    dcp.load(found, storage_reader=CkptstoreReader(tmp_path / "s"))
+    assert torch.equal(found["model"]["w"], torch.ones(3))
+    assert found["step"] == 4
+
+
+def test_a_name_or_shape_that_does_not_fit_is_dcps_error(tmp_path: Path) -> None:
+    dcp.save(state(), storage_writer=CkptstoreWriter(tmp_path / "s", 1))
+    for target, said in (({"other": torch.zeros(3)}, "other"), ({"model": {"w": torch.zeros(3, 3)}}, "model.w")):
+        with pytest.raises(CheckpointException, match=said):
+            dcp.load(target, storage_reader=CkptstoreReader(tmp_path / "s"))
+
+
+def test_damage_is_an_error_and_no_number_changes(tmp_path: Path) -> None:
+    dcp.save(state(), storage_writer=CkptstoreWriter(tmp_path / "s", 1))
+    (segment,) = (tmp_path / "s" / "seg").rglob("*.safetensors")
+    image = bytearray(segment.read_bytes())
+    start = image.find(state()["model"]["w"].numpy().tobytes()[:64])
+    image[start + 40] ^= 1
+    segment.write_bytes(image)
+    with pytest.raises(CheckpointException, match=r"model\.w"):
+        dcp.load(zeros(state()), storage_reader=CkptstoreReader(tmp_path / "s"))
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = CkptstoreWriter(tmp_path / "s", 1)
+    dcp.save(state(), storage_writer=writer)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name in ("pwrite", "pwritev", "posix_fallocate", "write"):
+        monkeypatch.setattr(os, name, full)
+    with pytest.raises(CheckpointException, match="No space left"):
+        dcp.save(state(), storage_writer=CkptstoreWriter(tmp_path / "s", 2))
+    monkeypatch.undo()
+    assert ckptstore.open(tmp_path / "s").latest_step() == 1
+    dcp.save(state(), storage_writer=CkptstoreWriter(tmp_path / "s", 3))
+    assert ckptstore.open(tmp_path / "s").latest_step() == 3
+
+
+def test_the_stores_own_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="the store's own name"):
+        dcp.save({"ckptstore.dcp": torch.ones(1)}, storage_writer=CkptstoreWriter(tmp_path / "s", 1))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_id", "url", "place"),
+    [
+        (None, "runs/a", CheckpointPlace("runs/a", 3)),
+        ("runs/a/100", None, CheckpointPlace("runs/a", 100)),
+        ("ckpt://runs/a/step-100/", None, CheckpointPlace("runs/a", 100)),
+        ("s3://bucket/run/global_step_7", None, CheckpointPlace("s3://bucket/run", 7)),
+        (Path("runs/a"), None, CheckpointPlace("runs/a", 3)),
+        ("100", "runs/a", CheckpointPlace("runs/a", 100)),
+        (100, "runs/a", CheckpointPlace("runs/a", 100)),
+        ("runs/a/100", "runs/a", CheckpointPlace("runs/a", 100)),
+    ],
+)
+def test_what_a_checkpoint_id_names(checkpoint_id: Any, url: str | None, place: CheckpointPlace) -> None:
+    assert place_of(checkpoint_id, url, 3) == place
+
+
+def test_a_store_whose_name_is_a_number(tmp_path: Path) -> None:
+    dcp.save(state(), storage_writer=CkptstoreWriter(tmp_path / "2026", 1))
+    dcp.save(state(), checkpoint_id=tmp_path / "2026", storage_writer=CkptstoreWriter())
+    assert [info.step for info in ckptstore.open(tmp_path / "2026").checkpoints()] == [1, 2]
+    assert not (tmp_path / "FORMAT").exists()
+
+
+@pytest.mark.parametrize(("checkpoint_id", "url"), [(None, None), ("100", None), ("runs/b/100", "runs/a")])
+def test_what_names_no_store_or_two_is_refused(checkpoint_id: Any, url: str | None) -> None:
+    with pytest.raises(ckptstore.UsageError, match=r"store"):
+        place_of(checkpoint_id, url, None)
+
+
+def test_a_writer_is_no_group(tmp_path: Path) -> None:
+    with pytest.raises(ckptstore.UsageError, match="group='all'"):
+        CkptstoreWriter(tmp_path, 1, group="all")
+
+
+def test_bytes_that_a_state_cannot_hold(tmp_path: Path) -> None:
+    dcp.save({"io": io.BytesIO(b"abc")}, storage_writer=CkptstoreWriter(tmp_path / "s", 1))
+    with pytest.raises(CheckpointException, match="unpickle=True"):
+        dcp.load({"io": io.BytesIO()}, storage_reader=CkptstoreReader(tmp_path / "s"))
+
+
+# -- ranks
+
+
+def run(warm: Warm, folder: Path, size: int, *names: str) -> None:
+    """Run a job to its end; raises an error with the ranks' output."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        warm.start(
+            [sys.executable, "-m", "tests.integrations.dcp_job", str(port), str(rank), str(size), str(folder), *names],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [rank.communicate(timeout=280)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
+
+
+def test_ranks(tmp_path: Path, warm: Warm) -> None:
+    run(warm, tmp_path, 2, "saved", "loaded", "placed", "pieces", "cached", "failing", "blobs")
+    run(warm, tmp_path, 1, "loaded")
+    states = torch.load(tmp_path / "saved.pt")
+    found = ckptstore.open(tmp_path / "saved").load(2)
+    for name, one in states[1].items():
+        assert torch.equal(found[f"model.{name}"], one)
+
+
+def test_a_folder_that_ranks_wrote_is_imported(tmp_path: Path, warm: Warm) -> None:
+    run(warm, tmp_path, 2, "foreign")
+    store = ckptstore.open(tmp_path / "store")
+    store.import_files([tmp_path / "foreign"])
+    found = store.load()
+    whole = torch.arange(7 * 4, dtype=torch.float32).view(7, 4)
+    for name in ("rows", "columns", "copy"):
+        assert torch.equal(found[name], whole), name
+    assert torch.equal(found["one"], torch.ones(3))
+    assert found["n"] == 5
+
+
+def test_ranks_save_asynchronously(tmp_path: Path, warm: Warm) -> None:
+    run(warm, tmp_path, 2, "asynchronous")
+
+
+@long_only
+def test_four_ranks(tmp_path: Path, warm: Warm) -> None:
+    run(warm, tmp_path, 4, "saved", "loaded", "placed", "cached", "failing", "blobs", "pieces", "asynchronous")
+    run(warm, tmp_path, 2, "loaded")
