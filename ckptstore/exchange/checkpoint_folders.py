@@ -7,8 +7,11 @@ The files of Hugging Face's Trainer and Accelerate become a dict:
 ``optimizer`` ...     every other torch or safetensors file, by its name without suffix: ``scheduler``, ``scaler``
 ``rng``               rank -> random states: ``rng_state.pth`` (rank 0), ``rng_state_3.pth``, ``random_states_3.pkl``
 ``trainer_state``     ``trainer_state.json``, parsed
-``files``             name -> bytes (uint8 array) of every other file: configuration, tokenizer
+``files``             name -> bytes (uint8 array) of every other file: configuration, tokenizer, ``training_args.bin``
 ====================  ============================================================================================
+
+``training_args.bin`` is a pickled `TrainingArguments`, which only its own code can make. It is kept as bytes, and never
+unpickled.
 
 If a folder has weights and no other part, the state is the weights alone, without the files of the last row.
 """
@@ -40,6 +43,7 @@ _COMPANIONS: Final = re.compile(
 _RNG: Final = re.compile(r"(?:rng_state(?:_(?P<rank>\d{1,9}))?\.pth|random_states_(?P<process>\d{1,9})\.pkl)")
 _SHARD: Final = re.compile(r"-\d{5}-of-\d{5}$")
 _TRAINER_STATE: Final = "trainer_state.json"
+_ARGUMENTS: Final = "training_args.bin"
 _JSON_LIMIT: Final = 64 << 20
 _RESERVED: Final = frozenset({"model", "rng", "trainer_state", "files"})
 _FOLDER: Final = "it is a folder"
@@ -135,7 +139,7 @@ def _sort(found: FolderContents, file: Path) -> None:
             found.rng[rank] = file
     elif file.name.endswith(".index.json") or (_is_part(file) and (stem in _WEIGHTS or _SHARD.search(stem))):
         found.refused[file.name] = f"it has weights, like {found.weights.name}"
-    elif not _is_part(file):
+    elif not _is_part(file) or file.name == _ARGUMENTS:
         found.others.append(file)
     elif stem in found.parts or stem in _RESERVED:
         other = found.parts[stem].name if stem in found.parts else "something else"

@@ -47,7 +47,7 @@ from ckptstore.restore.tensor_streams import streams
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
 
-__all__ = ["ExportResult", "PrefixSelection", "export", "export_resident", "is_export"]
+__all__ = ["ExportResult", "PrefixSelection", "export", "export_resident", "is_export", "write_export"]
 
 _HEADER_ALIGN: Final = 128
 
@@ -142,7 +142,7 @@ def export(
     refuse_missing_folder(out)
 
     def written(found: OpenCheckpoint) -> ExportResult:
-        return _written(found, out, format, select, overwrite, max_shard_bytes, progress)
+        return write_export(found, out, format, select, overwrite, max_shard_bytes, progress)
 
     return restore_with(journal, ref, written)
 
@@ -158,7 +158,7 @@ def export_resident(
     refuse_store(out)
     refuse_missing_folder(out)
     pickled = out.suffix.lower() in (".pt", ".pth", ".bin", ".ckpt")
-    return _written(found, out, format or ("pt" if pickled else "safetensors"), select, overwrite=True)
+    return write_export(found, out, format or ("pt" if pickled else "safetensors"), select, overwrite=True)
 
 
 def export_state(flat: FlatState, out: Path, format: Literal["safetensors", "pt"]) -> list[str]:
@@ -210,7 +210,7 @@ def is_export(path: Path) -> bool:
         return False
 
 
-def _written(
+def write_export(
     found: RestoreSource,
     out: Path,
     format: Literal["safetensors", "pt"],
@@ -219,6 +219,7 @@ def _written(
     max_shard_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> ExportResult:
+    """Write an open checkpoint to `out`, as `export` does. Its folder exists and is not in a store."""
     with outputs(overwrite) as files:
         if not isinstance(select, PrefixSelection):
             names, tree, tied = _picked(found, select or None)

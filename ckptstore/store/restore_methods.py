@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ckptstore.exchange.export import ExportResult
+    from ckptstore.exchange.trainer_layouts import Layout
     from ckptstore.following.follower import Follower
     from ckptstore.formats.history.records import SegmentEntry
     from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
@@ -384,6 +385,40 @@ class RestoreMethods(StoreHandle):
             lambda journal, one: export(
                 journal, one, where, chosen, which, overwrite, max_shard_bytes, as_progress(progress)
             ),
+        )
+
+    def export_folder(
+        self,
+        ref: str | int,
+        out: str | os.PathLike[str],
+        layout: Layout = "hf",
+        *,
+        max_shard_bytes: int | None = None,
+        progress: Progress | bool | None = None,
+    ) -> ExportResult:
+        """Write a checkpoint as a folder of Hugging Face's, and verify every byte that is read.
+
+        Args:
+            ref: the checkpoint.
+            out: the folder, which must not exist. It appears complete and durable, or not at all.
+            layout: ``hf``: weights, configuration and tokenizer, for ``from_pretrained``. ``hf-trainer``: also what
+                ``Trainer.train(resume_from_checkpoint=...)`` reads.
+            max_shard_bytes, progress: as for `export`.
+
+        Raises:
+            UsageError: an unknown layout; `out` exists, is inside a store, or its folder does not exist; or the state
+                lacks what the layout needs.
+            CheckpointNotFoundError, CorruptionError: as `load`.
+            StorageError: the output cannot be written. Nothing is left behind then.
+        """
+        from ckptstore.exchange.trainer_layouts import LAYOUTS, export_layout
+
+        if layout not in LAYOUTS:
+            raise UsageError(f"layout: {layout!r:.80}; it may be {' or '.join(map(repr, LAYOUTS))}")
+        where = os.fspath(out)
+        return self._with_remote_fallback(
+            ref,
+            lambda journal, one: export_layout(journal, one, where, layout, max_shard_bytes, as_progress(progress)),
         )
 
 

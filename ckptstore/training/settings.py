@@ -34,8 +34,8 @@ class CheckpointerOptions(TypedDict, total=False):
     Attributes:
         scaler: a ``GradScaler``. Its state is saved, and the steps that it skips are recognized.
         extra: anything else that training depends on, by name: objects with ``state_dict`` and ``load_state_dict``
-            (averaged weights), random generators. Tensors of an object may differ between ranks if it has an attribute
-            ``per_rank`` that is True.
+            (averaged weights), random generators. Ranks that save together compare the states of such objects, which
+            have to be equal. An object with a true attribute ``per_rank`` has a state of its own on each rank.
         compressor: a `TopKHook`. Step diffs store its sparse gradients, and a replica is sent them alone.
         save_every: optimizer steps from one checkpoint to the next (default 1), or a
             `ckptstore.tuning.IntervalController`, which chooses the interval so that saves slow training down by no

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     examples=[
         "ckpt import runs/gpt model.safetensors --step 1000",
         "ckpt import runs/gpt checkpoint-*/model.safetensors.index.json",
-        "ckpt import runs/gpt checkpoint-*/ --leave-out training_args.bin",
+        "ckpt import runs/gpt checkpoint-*/",
         "ckpt import runs/gpt step_*.pt",
         "ckpt import runs/gpt old/step_500.pt --parent none",
         "ckpt import runs/small checkpoint-*/ --delta --max-restore-cost 3x",

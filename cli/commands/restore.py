@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         "ckpt restore runs/gpt 1000@2 --out step1000.pt",
         "ckpt restore runs/gpt tag:best --select 'model.*' --out best.safetensors --force",
         "ckpt restore runs/gpt --out model.safetensors --max-shard-size 5GB",
+        "ckpt restore runs/gpt --layout hf --out exported            # for from_pretrained",
+        "ckpt restore runs/gpt --layout hf-trainer --out checkpoint-1000",
         "ckpt restore runs/gpt 1000 --explain",
         "ckpt restore runs/gpt --out - | ssh node-7 'cat > model.safetensors'",
     ],
@@ -45,6 +47,11 @@ if TYPE_CHECKING:
     type=click.Choice(["safetensors", "pt"]),
     help="Default: by the suffix of PATH, else safetensors.",
 )
+@click.option(
+    "--layout",
+    type=click.Choice(["hf", "hf-trainer"]),
+    help="Write a folder, PATH: hf for from_pretrained, hf-trainer for the Trainer's resume_from_checkpoint.",
+)
 @select_option("Only tensors that match; may be repeated.")
 @click.option("--strip", metavar="PREFIX", help="Only tensors named PREFIX..., without it: for load_state_dict.")
 @click.option("--max-shard-size", type=SIZE, help="Split into files of at most this size, with an index.")
@@ -56,6 +63,7 @@ def command(
     ref: str,
     out: str | None,
     file_format: Literal["safetensors", "pt"] | None,
+    layout: Literal["hf", "hf-trainer"] | None,
     select: tuple[str, ...],
     strip: str | None,
     max_shard_size: int | None,
@@ -64,7 +72,7 @@ def command(
     whole: bool,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint to a .safetensors or .pt file.
+    """Write a checkpoint to a .safetensors or .pt file, or to a folder of Hugging Face's.
 
     The file appears when it is complete and durable, or not at all. A .pt file loads with
     torch.load(weights_only=True). A .safetensors file carries the rest of the state in its
@@ -77,6 +85,8 @@ def command(
         raise click.UsageError("--all needs --explain")
     if out is None:
         raise click.UsageError("Missing option '--out' (or --explain, to see the plan only).")
+    if layout is not None:
+        _check_layout(out, file_format, select, strip, force=force)
     piped = out == "-"
     if piped:
         _check_piped(as_json, max_shard_size)
@@ -86,20 +96,34 @@ def command(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-restore-"))
             out = str(Path(folder, f"state.{file_format or 'safetensors'}"))
         advance = stack.enter_context(progress("restoring"))
-        result = opened(store).export(
-            ref,
-            out,
-            format=file_format,
-            select=select or None,
-            strip=strip,
-            overwrite=force,
-            max_shard_bytes=max_shard_size,
-            progress=advance,
-        )
+        if layout is not None:
+            result = opened(store).export_folder(ref, out, layout, max_shard_bytes=max_shard_size, progress=advance)
+        else:
+            result = opened(store).export(
+                ref,
+                out,
+                format=file_format,
+                select=select or None,
+                strip=strip,
+                overwrite=force,
+                max_shard_bytes=max_shard_size,
+                progress=advance,
+            )
         if piped:
             with Path(out).open("rb") as file:
                 shutil.copyfileobj(file, sys.stdout.buffer)
     _print_result(result, time.perf_counter() - began, as_json, piped)
+
+
+def _check_layout(
+    out: str, file_format: str | None, select: tuple[str, ...], strip: str | None, *, force: bool
+) -> None:
+    if out == "-":
+        raise click.UsageError("--layout writes a folder: --out - cannot be combined with it")
+    if file_format is not None or select or strip is not None:
+        raise click.UsageError("--layout says what is written: --format, --select and --strip do not go with it")
+    if force:
+        raise click.UsageError("--layout writes a new folder: --force does not go with it, remove the folder first")
 
 
 def _check_piped(as_json: bool, max_shard_size: int | None) -> None:

@@ -116,11 +116,8 @@ class ScriptState:
         """
         modules = self.given.modules()
         names = [f"{prefix}.{bare(name)}" for prefix, module in modules for name, _ in module.named_buffers()]
-        names += [
-            f"extra.{name}"
-            for name, one in self._given.items()
-            if not is_stateful(one) or getattr(one, "per_rank", False)
-        ]
+        given = self._given.items()
+        names += [f"extra.{name}" for name, one in given if not is_stateful(one) or getattr(one, "per_rank", False)]
         return ("random", "loader", "compressor", *(glob.escape(name) for name in names))
 
     def state(self, step: int, ranks: int = 1, *, standing: bool = False) -> dict[str, Any]:

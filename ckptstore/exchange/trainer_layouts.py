@@ -1,0 +1,232 @@
+"""Write a checkpoint as the folder that Hugging Face's `from_pretrained` and Trainer read.
+
+====================  ============================================================================================
+``hf``                the weights, the configuration and the tokenizer
+``hf-trainer``        these, and what the Trainer continues from: ``optimizer.pt``, ``scheduler.pt``, ``scaler.pt``,
+                      ``rng_state.pth`` (of several ranks ``rng_state_0.pth`` ...), ``trainer_state.json``
+====================  ============================================================================================
+
+Two kinds of states have all of this: those of `ckptstore.integrations.huggingface`, in ``extra.trainer``, and imported
+folders of the Trainer (`checkpoint_folders`). Nothing is unpickled: files in the state are written byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+
+from ckptstore.errors import FormatError, StorageError, UsageError
+from ckptstore.exchange.atomic_files import outputs, refuse_missing_folder, refuse_store
+from ckptstore.exchange.export import ExportResult, PrefixSelection, write_export
+from ckptstore.exchange.torch_archive import TensorReference, write_archive
+from ckptstore.formats import dtypes
+from ckptstore.formats.states.rank_trees import rank_count
+from ckptstore.formats.states.state import unflatten
+from ckptstore.formats.states.tree import member, only_tensors
+from ckptstore.restore.load import restore_with
+from ckptstore.restore.tensor_streams import streams
+
+if TYPE_CHECKING:
+    from ckptstore.host.progress import Progress
+    from ckptstore.log.journal import Journal
+    from ckptstore.restore.restore_source import RestoreSource
+
+__all__ = ["LAYOUTS", "Layout", "export_layout"]
+
+Layout = Literal["hf", "hf-trainer"]
+LAYOUTS: Final[tuple[Layout, ...]] = ("hf", "hf-trainer")
+
+_OWN: Final = "extra.trainer"
+"""Where the callback for the Trainer keeps its record (`ckptstore.integrations.trainer_record`)."""
+_OF_TRAINER: Final = frozenset({"training_args.bin"})
+"""Files that only a Trainer reads."""
+_PARTS: Final = ("optimizer", "scheduler", "scaler")
+
+
+def export_layout(
+    journal: Journal,
+    ref: str | int,
+    out: str | Path,
+    layout: Layout,
+    max_shard_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> ExportResult:
+    """Write a checkpoint into a new folder, verifying every byte that is read.
+
+    The folder appears complete and durable, or not at all.
+
+    Args:
+        journal: the journal of the store.
+        ref: the checkpoint.
+        out: the folder. It must not exist.
+        layout: what is written.
+        max_shard_bytes: start another file of weights before one exceeds this size.
+        progress: called with the number of the weights' bytes written.
+
+    Raises:
+        UsageError: `out` exists or is inside a store; or the state has no configuration, several models, or (with
+            ``hf-trainer``) no state of a Trainer.
+        StorageError: the output cannot be written. Nothing is left behind.
+        CheckpointNotFoundError, CorruptionError: as `export`.
+    """
+    out = Path(out)
+    if os.path.lexists(out):
+        raise UsageError(f"{out} exists: a layout is written into a new folder")
+    refuse_store(out)
+    refuse_missing_folder(out)
+    temporary = out.absolute().with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+    def written(found: RestoreSource) -> ExportResult:
+        contents = _Contents(found, layout)
+        shutil.rmtree(temporary, ignore_errors=True)  # of an encoding that was damaged
+        temporary.mkdir()
+        weights, which = temporary / "model.safetensors", PrefixSelection("model.")
+        result = write_export(found, weights, "safetensors", which, False, max_shard_bytes, progress)
+        contents.write(temporary)
+        return result
+
+    try:
+        result = restore_with(journal, ref, written)
+        _publish(temporary, out)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(error.errno, error.strerror, error.filename) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    index = None if result.index is None else out / result.index.name
+    return replace(result, paths=tuple(out / path.name for path in result.paths), index=index)
+
+
+def _publish(temporary: Path, out: Path) -> None:
+    # Prevents: a folder whose files are missing after a power cut.
+    _sync(temporary)
+    temporary.rename(out)
+    _sync(out.absolute().parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Contents:
+    """What a layout takes from a checkpoint, besides the weights."""
+
+    def __init__(self, found: RestoreSource, layout: Layout) -> None:
+        """Check that the checkpoint has it. Raises `UsageError`."""
+        self._found = found
+        self._chunks = streams(found)
+        self._whole = layout == "hf-trainer"
+        self._tree = found.tree
+        self._own = member(self._tree, _OWN) is not None
+        model = member(self._tree, "model")
+        if model is None or not only_tensors(model):
+            raise UsageError(f"checkpoint {found.ref}: its state has no single model; --layout {layout} needs one")
+        files = self._values(self._tree, f"{_OWN}.files" if self._own else "files") or {}
+        if "config.json" not in files:
+            raise UsageError(
+                f"checkpoint {found.ref} holds no config.json, which --layout {layout} needs: it was not saved by "
+                "ckptstore.integrations.huggingface or imported from a Trainer's folder. Leave --layout out to write "
+                "the weights alone"
+            )
+        self._files: Mapping[str, Any] = files
+        if self._whole and self._state() is None:
+            raise UsageError(f"checkpoint {found.ref} holds no state of a Trainer: --layout hf writes the model alone")
+
+    def write(self, folder: Path) -> None:
+        """Write it. Raises `StorageError`."""
+        for name, data in self._files.items():
+            if Path(name).name != name or name in ("", ".", ".."):
+                raise FormatError(f"checkpoint {self._found.ref}: {name!r:.80} is no name of a file")
+            if self._whole or name not in _OF_TRAINER:
+                _plain(folder / name, np.asarray(data, np.uint8).tobytes())
+        if not self._whole:
+            return
+        for part in _PARTS:
+            if member(self._tree, part):
+                self._archive(folder / f"{part}.pt", self._references(self._tree, part))
+        for name, state in self._generators():
+            self._archive(folder / name, state)
+        # Last, because the Trainer takes a folder with this file for a checkpoint.
+        _plain(folder / "trainer_state.json", (json.dumps(self._state(), indent=2) + "\n").encode())
+
+    def _state(self) -> Any:
+        """The parsed ``trainer_state.json``; None: there is none."""
+        if not self._own:
+            return self._values(self._tree, "trainer_state")
+        record = self._values(self._tree, _OWN)
+        state = json.loads(record["state"].tobytes())
+        history = b"".join(one.tobytes() for one in record["history"])
+        state["log_history"] = [json.loads(line) for line in history.splitlines() if line.strip()]
+        return state
+
+    def _generators(self) -> Iterator[tuple[str, Any]]:
+        """Name of a file, and the states of one rank's generators as the Trainer saves them."""
+        if not self._own:
+            for rank, state in self._references(self._tree, "rng").items():
+                yield "rng_state.pth" if rank == 0 else f"rng_state_{rank}.pth", state
+            return
+        ranks = rank_count(self._found.merged) or 1
+        for rank in range(ranks):
+            tree = self._found.tree_of(rank if ranks > 1 else None)
+            state = self._values(tree, "random")
+            device = self._references(tree, "random")
+            python, numpy = state["python"], state["numpy"]
+            words, keys = (tuple(one.tolist()) for one in (python["words"], numpy["keys"]))
+            made = {
+                "python": (python["version"], words, python["spare"]),
+                "numpy": (numpy["name"], list(keys), numpy["position"], numpy["has_gauss"], numpy["cached"]),
+                "cpu": device["torch"],
+            }
+            if devices := device.get("cuda"):
+                made["cuda"] = devices if ranks > 1 else devices[0]
+            yield "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth", made
+
+    # -- parts of the tree
+
+    def _values(self, tree: Any, name: str) -> Any:
+        """A part with numpy arrays for tensors; None: there is no such part. It is small."""
+        node = member(tree, name)
+        return None if node is None else unflatten(node, lambda tensor, _: self._array(tensor))
+
+    def _references(self, tree: Any, name: str) -> Any:
+        """A part with references for tensors, as `write_archive` takes it. Raises `UsageError` if there is none."""
+        node = member(tree, name)
+        return {} if node is None else unflatten(node, lambda tensor, _: self._reference(tensor))
+
+    def _array(self, name: str) -> Any:
+        entry = self._found.tensors[name]
+        data = b"".join(bytes(chunk) for chunk in self._chunks(name))
+        return np.frombuffer(data, dtypes.get(entry.dtype).numpy).reshape(entry.shape)
+
+    def _reference(self, name: str) -> TensorReference:
+        entry = self._found.tensors[name]
+        return TensorReference(name, entry.dtype, tuple(entry.shape), entry.nbytes)
+
+    def _archive(self, path: Path, state: Any) -> None:
+        def chunks(name: str) -> Iterator[memoryview]:
+            for data in self._chunks(name):
+                yield data.data
+
+        with outputs(overwrite=False) as files:
+            write_archive(files.create(path, 1 << 16), state, chunks)
+            files.publish()
+
+
+def _plain(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
