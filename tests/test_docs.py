@@ -85,6 +85,7 @@ for rank in ranks: rank.start()
 for rank in ranks: rank.join()
 """
 BEFORE = {
+    ("dcp.md", 0): 'import torch; step, state = 1, {"model": {"w": torch.ones(3)}, "lr": 0.1}',
     ("optimizer.md", 3): TRAINING + FIRST_STEP,
     (
         "ranks.md",

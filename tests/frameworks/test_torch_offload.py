@@ -28,8 +28,8 @@ from ckptstore.frameworks.torch_offload import CopyQueue  # noqa: E402
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
 from ckptstore.host.arenas import LEAST  # noqa: E402
 from ckptstore.host.buffers import aligned, region_of  # noqa: E402
+from ckptstore.write.policy.delta_options import DeltaOptions  # noqa: E402
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
-from ckptstore.write.writer_options import DeltaOptions  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.device.machine import Machine  # noqa: E402
