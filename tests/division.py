@@ -33,7 +33,6 @@ REST: Final = (
     "tests/agent/test_handover.py",
     "tests/agent/test_rank_agents.py",
     "tests/agent/test_stopped.py",
-    "tests/integrations/test_huggingface.py",
     "tests/training/test_checkpointer_agent.py",
     "tests/training/test_checkpointer_fsdp.py",
     "tests/training/test_checkpointer_replica.py",
