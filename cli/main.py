@@ -33,7 +33,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "repair": ("repair", "Make a new store from the intact parts of a damaged one."),
     },
     "Restore, import and copy": {
-        "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file."),
+        "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file, or to a folder of Hugging Face's."),
         "import": ("import_", "Store .safetensors and .pt files as checkpoints."),
         "copy": ("copy", "Copy checkpoints to another place."),
         "sync": ("sync", "Copy to a second tier what is missing there."),

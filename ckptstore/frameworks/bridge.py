@@ -242,7 +242,7 @@ def process_group(group: Any) -> tuple[int, int, Any]:
 
 def device_bytes() -> int:
     """The device memory that this package holds in this process; 0 if nothing of it uses devices."""
-    module = sys.modules.get("ckptstore.frameworks.device_memory")
+    module = sys.modules.get("ckptstore.frameworks.torch_device_memory")
     return 0 if module is None else int(module.held())
 
 

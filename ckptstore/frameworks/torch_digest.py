@@ -20,7 +20,7 @@ import torch
 from ckptstore.formats import digest as reference
 from ckptstore.formats.sources import TensorSource
 from ckptstore.frameworks import torch_tensors as adapter
-from ckptstore.frameworks.device_memory import HeldTensors
+from ckptstore.frameworks.torch_device_memory import HeldTensors
 
 __all__ = ["DeviceDigests", "device_digests", "digest", "digests", "partial_on_device", "partials_of_small"]
 

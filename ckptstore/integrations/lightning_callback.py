@@ -23,7 +23,7 @@ from ckptstore.training.loaders.counted_batches import CountedBatches
 from ckptstore.training.save_pace import SavePolicy
 from ckptstore.training.settings import CheckpointerOptions
 
-__all__ = ["CkptstoreCallback"]
+__all__ = ["StepCheckpoint"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 _STRATEGIES: Final = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
@@ -31,12 +31,12 @@ _ITS_OWN: Final = {"save_every": "every=", "scaler": "the precision plugin's", "
 _EXTRA: Final = "lightning"
 
 
-class CkptstoreCallback(pl.Callback):
+class StepCheckpoint(pl.Callback):
     """Saves a run of ``Trainer.fit`` with a `Checkpointer`, in the middle of epochs, too, and continues it.
 
     ::
 
-        trainer = Trainer(callbacks=[CkptstoreCallback("runs/gpt")])
+        trainer = Trainer(callbacks=[StepCheckpoint("runs/gpt")])
         trainer.fit(module, loader)  # run it again: it continues after the last step in the store
 
     A step is saved before the next batch is fetched, when Lightning has done all that follows the step: hooks of
@@ -70,7 +70,7 @@ class CkptstoreCallback(pl.Callback):
             as `ckptstore.open`.
         """
         if taken := sorted(set(options) & set(_ITS_OWN)):
-            raise UsageError(f"{taken[0]}: a CkptstoreCallback takes {_ITS_OWN[taken[0]]}")
+            raise UsageError(f"{taken[0]}: a StepCheckpoint takes {_ITS_OWN[taken[0]]}")
         if _EXTRA in (options.get("extra") or {}):
             raise UsageError(f"extra[{_EXTRA!r}]: this name is the trainer's; take another one")
         super().__init__()
@@ -162,22 +162,22 @@ class CkptstoreCallback(pl.Callback):
         """Refuse what cannot be continued exactly, before anything is set up."""
         if not isinstance(trainer.strategy, _STRATEGIES):
             raise UsageError(
-                f"{type(trainer.strategy).__name__}: a CkptstoreCallback saves runs on one device, with DDP and with "
+                f"{type(trainer.strategy).__name__}: a StepCheckpoint saves runs on one device, with DDP and with "
                 "ModelParallelStrategy (FSDP2)"
             )
         if getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
             raise UsageError(
-                "reload_dataloaders_every_n_epochs: a CkptstoreCallback continues one loader; let its dataset or "
+                "reload_dataloaders_every_n_epochs: a StepCheckpoint continues one loader; let its dataset or "
                 "sampler change from epoch to epoch (set_epoch)"
             )
 
     def _begin(self, trainer: pl.Trainer, loader: object) -> TrainBatches:
         """The training loader, optimizers and schedules are ready: restore the run -> what Lightning iterates over."""
         if self.checkpointer is not None:
-            raise UsageError("a CkptstoreCallback continues one training loader, and the module has several")
+            raise UsageError("a StepCheckpoint continues one training loader, and the module has several")
         if trainer.ckpt_path is not None:
             raise UsageError(
-                f"ckpt_path={str(trainer.ckpt_path)!r}: a CkptstoreCallback restores the run itself. Leave ckpt_path "
+                f"ckpt_path={str(trainer.ckpt_path)!r}: a StepCheckpoint restores the run itself. Leave ckpt_path "
                 "out (resume= names another checkpoint), or load weights before fit()"
             )
         _check_length(trainer, loader)

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from ckptstore.integrations.lightning import CkptstoreCallback, CkptstoreIO
+from ckptstore.integrations.lightning import CkptstoreIO, StepCheckpoint
 
 
 class Regression(pl.LightningModule):
@@ -54,7 +54,7 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
         callbacks=[
-            CkptstoreCallback(options.folder / "steps", strategy="gradient"),  # every step; continues by itself
+            StepCheckpoint(options.folder / "steps", strategy="gradient"),  # every step; continues by itself
             ModelCheckpoint(options.folder / "names", monitor="val_loss", save_top_k=2),
         ],
         plugins=[CkptstoreIO(options.folder / "best")],  # what ModelCheckpoint saves

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from ckptstore.integrations.lightning import CkptstoreCallback
+from ckptstore.integrations.lightning import StepCheckpoint
 
 __all__ = ["CASES", "Manual", "Net", "Sharded", "Stop", "StoppedError", "fit", "lines_of", "main", "trainer_of"]
 
@@ -164,7 +164,7 @@ def fit(
     saved: dict[str, Any] | None = None,
     **options: Any,
 ) -> pl.Trainer:
-    """Train; after a `StoppedError`, return. `store`: None: without a `CkptstoreCallback`. `saved`: its options."""
+    """Train; after a `StoppedError`, return. `store`: None: without a `StepCheckpoint`. `saved`: its options."""
     torch.manual_seed(3)
     data = TensorDataset(torch.randn(84 if ranks else 42, 8))
     kind: Any = DataLoader
@@ -182,7 +182,7 @@ def fit(
         sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
         options["strategy"] = ModelParallelStrategy(**sizes, process_group_backend="gloo")  # type: ignore[arg-type]
         module = Sharded(losses)
-    ours = [] if store is None else [CkptstoreCallback(store, strategy=strategy, **(saved or {}))]
+    ours = [] if store is None else [StepCheckpoint(store, strategy=strategy, **(saved or {}))]
     trainer = trainer_of([*ours, *callbacks], **options)
     with contextlib.suppress(StoppedError):
         trainer.fit(module, loader, DataLoader(data, batch_size=8) if validated else None)

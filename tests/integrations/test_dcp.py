@@ -218,7 +218,10 @@ def test_bytes_that_a_state_cannot_hold(tmp_path: Path) -> None:
 
 
 def run(warm: Warm, folder: Path, size: int, *names: str) -> None:
-    """Run a job to its end; raises an error with the ranks' output."""
+    """Run a job to its end; raises an error with the ranks' output.
+
+    The ranks end as usual, because torch ends the processes that `async_save` started only then.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -228,6 +231,7 @@ def run(warm: Warm, folder: Path, size: int, *names: str) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            teardown="asynchronous" in names,
         )
         for rank in range(size)
     ]

@@ -1,4 +1,4 @@
-"""Lightning's `Trainer` with a `CkptstoreCallback`: runs that errors, signals and SIGKILL end, and continue."""
+"""Lightning's `Trainer` with a `StepCheckpoint`: runs that errors, signals and SIGKILL end, and continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import ckptstore
 from ckptstore import DeterminismWarning
 from ckptstore.errors import UsageError
-from ckptstore.integrations.lightning import CkptstoreCallback
+from ckptstore.integrations.lightning import StepCheckpoint
 from tests.forms import LONG, long_only, short_or
 from tests.integrations.lightning_job import CASES, Net, Stop, fit, trainer_of
 from tools.warm import MODULES, Warm
@@ -255,7 +255,7 @@ def test_the_states_of_callbacks_data_module_and_module_come_back(tmp_path: Path
     def run(epochs: int, passes: int, note: str) -> tuple[Notes, Data, Hooked, pl.Trainer]:
         notes, data, module = Notes(), Data(), Hooked(tmp_path / "losses")
         data.passes, module.note = passes, note
-        trainer = trainer_of([CkptstoreCallback(tmp_path / "run"), notes], max_epochs=epochs)
+        trainer = trainer_of([StepCheckpoint(tmp_path / "run"), notes], max_epochs=epochs)
         trainer.fit(module, datamodule=data)
         return notes, data, module, trainer
 
@@ -263,14 +263,14 @@ def test_the_states_of_callbacks_data_module_and_module_come_back(tmp_path: Path
     notes, data, module, trainer = run(3, 0, "second")
     assert (notes.seen, data.passes, module.note) == (12, 7, "first")
     assert (trainer.current_epoch, trainer.global_step) == (3, 12)
-    callback = CkptstoreCallback(tmp_path / "run", resume=5)
+    callback = StepCheckpoint(tmp_path / "run", resume=5)
     latest = callback.latest()
     assert latest is not None
     assert latest.step == 12
     earlier = trainer_of([callback], max_epochs=2)
     earlier.fit(Hooked(tmp_path / "again"), datamodule=Data())
     assert len(lines(tmp_path / "again")) == 3, "from step 5 of 8"
-    assert CkptstoreCallback(tmp_path / "none").latest() is None
+    assert StepCheckpoint(tmp_path / "none").latest() is None
 
 
 class Endless(IterableDataset[Any]):
@@ -287,7 +287,7 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
 
     def refused(match: str, given: Any = loader, path: Any = None, **options: Any) -> None:
         with pytest.raises(UsageError, match=match):
-            trainer_of([CkptstoreCallback(store)], **options).fit(Net(tmp_path / "losses"), given, ckpt_path=path)
+            trainer_of([StepCheckpoint(store)], **options).fit(Net(tmp_path / "losses"), given, ckpt_path=path)
 
     refused("several", CombinedLoader([loader, loader], "max_size"))
     refused("has no length", DataLoader(Endless(), batch_size=4))
@@ -297,13 +297,13 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     other.save_checkpoint(tmp_path / "x.ckpt")
     refused("ckpt_path", path=str(tmp_path / "x.ckpt"))
     with pytest.raises(UsageError, match="take interval='epoch'"):
-        trainer_of([CkptstoreCallback(store)]).fit(ByStep(tmp_path / "losses"), loader)
-    with pytest.raises(UsageError, match="FSDPStrategy: a CkptstoreCallback"):
-        CkptstoreCallback(store).setup(FakeTrainer(FSDPStrategy()), None, "fit")  # type: ignore[arg-type]
+        trainer_of([StepCheckpoint(store)]).fit(ByStep(tmp_path / "losses"), loader)
+    with pytest.raises(UsageError, match="FSDPStrategy: a StepCheckpoint"):
+        StepCheckpoint(store).setup(FakeTrainer(FSDPStrategy()), None, "fit")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="every="):
-        CkptstoreCallback(store, save_every=2)
+        StepCheckpoint(store, save_every=2)
     with pytest.raises(UsageError, match="this name is the trainer's"):
-        CkptstoreCallback(store, extra={"lightning": torch.Generator()})
+        StepCheckpoint(store, extra={"lightning": torch.Generator()})
     assert lines(tmp_path / "losses") == []
 
 
@@ -326,12 +326,12 @@ class FakeTrainer:
 
 
 def test_a_limit_gives_a_loader_a_length_and_a_plain_run_is_left_alone(tmp_path: Path) -> None:
-    callback = CkptstoreCallback(tmp_path / "run", every=2)
+    callback = StepCheckpoint(tmp_path / "run", every=2)
     trainer = trainer_of([callback], max_epochs=1, limit_train_batches=5)
     trainer.fit(Net(tmp_path / "losses"), DataLoader(Endless(), batch_size=4))
     assert [info.step for info in callback.store.checkpoints()] == [2, 4, 5]
     assert "process_dataloader" not in vars(trainer.strategy)
-    trainer_of([CkptstoreCallback(tmp_path / "dry")], fast_dev_run=True).fit(
+    trainer_of([StepCheckpoint(tmp_path / "dry")], fast_dev_run=True).fit(
         Net(tmp_path / "losses"), DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4)
     )
     assert not (tmp_path / "dry").exists()

@@ -16,7 +16,7 @@ import torch
 
 from ckptstore.errors import StorageError
 from ckptstore.formats.sources import Bytes
-from ckptstore.frameworks.device_memory import HeldTensors
+from ckptstore.frameworks.torch_device_memory import HeldTensors
 from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes
 from ckptstore.training.layerwise.layers import place
 

@@ -36,7 +36,7 @@ import torch
 
 from ckptstore.errors import UsageError
 from ckptstore.formats.optim import SparseGradient
-from ckptstore.frameworks.device_memory import bytes_of, count_in
+from ckptstore.frameworks.torch_device_memory import bytes_of, count_in
 from ckptstore.frameworks.torch_tensors import counted_changes
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training.optimizers.queued_entries import EntriesOnDevice, queued_entries

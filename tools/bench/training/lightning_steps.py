@@ -1,7 +1,7 @@
 """What a save at every step costs a run of Lightning: ``python -m tools.bench.training.lightning_steps``.
 
 Runs of one module take turns: without saves; Lightning's ``ModelCheckpoint(every_n_train_steps=1)``, which keeps the
-last file; the same through `CkptstoreIO`, waiting and asynchronous; `CkptstoreCallback` with each strategy. A run's
+last file; the same through `CkptstoreIO`, waiting and asynchronous; `StepCheckpoint` with each strategy. A run's
 times are those of its steps without the first five. Of all rounds together: the median, and the tenth percentile, which
 other load on the machine disturbs less.
 """
@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from ckptstore.integrations.lightning import CkptstoreCallback, CkptstoreIO
+from ckptstore.integrations.lightning import CkptstoreIO, StepCheckpoint
 
 __all__ = ["WAYS", "main", "measure"]
 
@@ -62,7 +62,7 @@ def _through_io(folder: Path, *, asynchronous: bool) -> dict[str, Any]:
 
 
 def _callback(folder: Path, strategy: str) -> dict[str, Any]:
-    return {"callbacks": [CkptstoreCallback(folder / "store", strategy=strategy, keep_last=2)]}
+    return {"callbacks": [StepCheckpoint(folder / "store", strategy=strategy, keep_last=2)]}
 
 
 WAYS: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
@@ -70,9 +70,9 @@ WAYS: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
     "ModelCheckpoint": _own,
     "ModelCheckpoint, CkptstoreIO": lambda folder: _through_io(folder, asynchronous=False),
     "ModelCheckpoint, CkptstoreIO asynchronous": lambda folder: _through_io(folder, asynchronous=True),
-    "CkptstoreCallback full": lambda folder: _callback(folder, "full"),
-    "CkptstoreCallback delta": lambda folder: _callback(folder, "delta"),
-    "CkptstoreCallback gradient": lambda folder: _callback(folder, "gradient"),
+    "StepCheckpoint full": lambda folder: _callback(folder, "full"),
+    "StepCheckpoint delta": lambda folder: _callback(folder, "delta"),
+    "StepCheckpoint gradient": lambda folder: _callback(folder, "gradient"),
 }
 
 
