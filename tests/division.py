@@ -28,6 +28,7 @@ REST: Final = (
     "tests/maintenance/test_compact_kills.py",
     "tests/maintenance/test_prune_kills.py",
     "tests/maintenance/test_upkeep_kills.py",
+    "tests/tiers/test_sync.py",
     "tests/write/test_diff_kills.py",
     # Jobs of many processes: real ranks, agents and trainers. Other tests check their protocols with threads as ranks.
     "tests/agent/test_handover.py",
@@ -42,12 +43,19 @@ REST: Final = (
     "tests/write/test_diff_training.py",
     "tests/write/test_rank_in_flight.py",
     "tests/write/test_rank_processes.py",
+    "tests/training/test_rules_beside_a_run.py",
+    # Scripts in interpreters of their own that end, are interrupted, or run with warnings that are errors.
+    "tests/backends/test_mute_server.py",
+    "tests/host/test_interpreter_exit.py",
+    "tests/training/test_warnings_as_errors.py",
+    "tests/write/test_warnings_as_errors.py",
     # Interpreters that compile kernels, and an older version of this package.
     "tests/formats/test_kernel_cache.py",
     "tests/maintenance/test_wrong_compiled_kernels.py",
     "tests/store/test_frozen_version.py",
     # Measured memory of processes, and states of more than a hundred megabytes.
     "tests/host/test_memory.py",
+    "tests/write/test_concurrent_memory.py",
     "tests/write/test_flat_memory.py",
     "tests/write/test_memory.py",
     "tests/write/test_rank_memory.py",
