@@ -192,13 +192,21 @@ def pieces(folder: Path) -> None:
 
 
 def asynchronous(folder: Path) -> None:
-    """async_save by a thread and by a process: the state of the call is saved, whatever training does then."""
+    """async_save by a thread and by a process: the state of the call is saved, whatever training does then.
+
+    DCP's collectives need a group of their own, because training's run at the same time.
+    """
+    beside = dist.new_group(backend="gloo")
     for number, kind in enumerate((AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS)):
+        group: Any = {"group": beside} if kind is AsyncCheckpointerType.THREAD else {}  # a process makes its own
         script = Script()
         script.train(1)
         before = whole(script.state()["model"])
         pending: Any = dcp.async_save(
-            script.state(), storage_writer=CkptstoreWriter(folder / f"later-{number}", 5), async_checkpointer_type=kind
+            script.state(),
+            storage_writer=CkptstoreWriter(folder / f"later-{number}", 5, **group),
+            process_group=beside,
+            async_checkpointer_type=kind,
         )
         script.train(2)
         pending.result()

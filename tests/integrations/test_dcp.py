@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.fsdp", reason="this torch has no FSDP2")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402 - torch decides whether this file runs at all
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: E402
 from torch.distributed.checkpoint.utils import CheckpointException  # noqa: E402
 
 import ckptstore  # noqa: E402
 from ckptstore.integrations.dcp import CkptstoreReader, CkptstoreWriter  # noqa: E402
 from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of  # noqa: E402
+from ckptstore.integrations.dcp.save_turns import SaveTurns  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.integrations.dcp_job import same  # noqa: E402
 from tools.warm import Warm  # noqa: E402
@@ -103,9 +106,19 @@ def test_without_a_step_it_is_the_next(tmp_path: Path) -> None:
     assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [1, 2]
 
 
-def test_two_asynchronous_saves_in_flight(tmp_path: Path) -> None:
+class Slow(DefaultSavePlanner):
+    """Takes its time to plan."""
+
+    def create_local_plan(self) -> Any:
+        time.sleep(0.5)
+        return super().create_local_plan()
+
+
+@pytest.mark.parametrize("planner", [DefaultSavePlanner, Slow])
+def test_two_asynchronous_saves_in_flight(tmp_path: Path, planner: type[DefaultSavePlanner]) -> None:
+    """They are saved in the order of the calls, also if the thread of the second is faster."""
     one, other = state(1), state(2)
-    first: Any = dcp.async_save(one, storage_writer=CkptstoreWriter(tmp_path / "s", 1), no_dist=True)
+    first: Any = dcp.async_save(one, storage_writer=CkptstoreWriter(tmp_path / "s", 1), planner=planner(), no_dist=True)
     second: Any = dcp.async_save(other, storage_writer=CkptstoreWriter(tmp_path / "s", 2), no_dist=True)
     for tensor in (one["model"]["w"], other["model"]["w"]):
         tensor.zero_()
@@ -115,6 +128,16 @@ def test_two_asynchronous_saves_in_flight(tmp_path: Path) -> None:
         found = zeros(state())
         dcp.load(found, storage_reader=CkptstoreReader(tmp_path / "s", step))
         same(found, state(step))
+
+
+def test_a_turn_that_never_begins_is_given_up() -> None:
+    turns = SaveTurns(0.05)
+    lost, later, last = turns.take(), turns.take(), turns.take()
+    began = time.monotonic()
+    with later:
+        assert time.monotonic() - began > 0.04
+    with last, lost:
+        assert time.monotonic() - began < 5
 
 
 def test_a_target_of_another_dtype_is_cast_as_dcp_does(tmp_path: Path) -> None:

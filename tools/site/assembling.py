@@ -18,7 +18,7 @@ _MOVED: Final = {_SPEC: "spec.md", "CHANGELOG.md": "changelog.md"}
 _LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
 API: Final = {
     "Stores": ("store", "log.checkpoint_info", "log.log_reader"),
-    "Writers": ("write", "host.progress"),
+    "Writers": ("write", "host.progress", "frameworks.flat_states"),
     "What methods return": ("reports", "following", "tiers", "maintenance", "exchange", "restore", "formats"),
     "Media": ("backends",),
     "Warnings": ("host.caller_warnings",),

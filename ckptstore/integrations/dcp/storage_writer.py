@@ -30,6 +30,7 @@ from torch.futures import Future
 import ckptstore
 from ckptstore.errors import CkptError, UsageError, WriterError
 from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of
+from ckptstore.integrations.dcp.save_turns import SaveTurn, SaveTurns
 from ckptstore.integrations.dcp.stored_form import ABOUT, as_bytes, piece_name, planner_form, tensors_in
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.writer import Writer
@@ -37,6 +38,7 @@ from ckptstore.write.writer import Writer
 __all__ = ["CkptstoreWriter"]
 
 _WORLD: Final = "world"
+_turns: Final = SaveTurns(10.0)
 
 
 class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
@@ -83,6 +85,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         self._storage_options = storage_options
         self._options = options
         self._place: CheckpointPlace | None = None
+        self._turn: SaveTurn | None = None
         self.checkpoint_id: str | os.PathLike[str] | None = None
         self.saved: CheckpointInfo | None = None
 
@@ -111,12 +114,24 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         pieces = frozenset(name for plan in plans for name in _not_one_box(plan))
         return [replace(plan, storage_data=pieces) for plan in plans]
 
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state for ``async_save``. Saves are written in the order of these calls."""
+        self._turn = _turns.take()
+        return super().stage(state_dict)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save this rank's items. The checkpoint is durable and committed when this returns, on all ranks.
 
         Raises:
             as `Writer.save`; an error of one rank is a `RankError` on all others.
         """
+        turn, self._turn = self._turn, None
+        if turn is None:
+            return self._written(plan, planner)
+        with turn:
+            return self._written(plan, planner)
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
         writer = self._writer()
         try:
