@@ -181,7 +181,7 @@ def export_state(flat: FlatState, out: Path, format: Literal["safetensors", "pt"
             converted = _write_pt(file, content)
         else:
             members = list(entries.values())
-            _write_safetensors(file, members, _metadata("", flat.tree, members), content.chunks)
+            _write_safetensors(file, members, _metadata("", [flat.tree], members), content.chunks)
         files.publish()
     return converted
 
@@ -372,7 +372,7 @@ def _write_shards(
         files.refuse_existing(index)
     for number, (path, names) in enumerate(zip(paths, shards, strict=True)):
         members = [entries[name] for name in names]
-        metadata = _metadata(content.ref, content.tree if number == 0 else None, members)
+        metadata = _metadata(content.ref, [] if number else [content.tree], members)
         file = files.create(path, sum(entry.nbytes for entry in members))
         _write_safetensors(file, members, metadata, content.chunks)
     if index is not None:
@@ -394,14 +394,15 @@ def _split(entries: Mapping[str, TensorEntry], limit: int | None) -> list[list[s
     return shards
 
 
-def _metadata(ref: str, tree: Any, entries: Sequence[TensorEntry]) -> dict[str, str]:
+def _metadata(ref: str, trees: Sequence[Any], entries: Sequence[TensorEntry]) -> dict[str, str]:
+    """The ``__metadata__`` of a file, with the state's tree if `trees` has it: the tree of the state None is None."""
     metadata = {"format": "pt"}  # transformers refuses files without it
     if ref:
         metadata[CHECKPOINT_MEMBER] = ref
     foreign = {entry.name: entry.dtype for entry in entries if dtypes.get(entry.dtype).storage != entry.dtype}
     if foreign:
         metadata[DTYPES_MEMBER] = json.dumps(foreign)
-    if tree is not None:
+    for tree in trees:
         check_size(tree)
         metadata[STATE_MEMBER] = jsontext.dumps(tree).decode()
     return metadata

@@ -124,6 +124,14 @@ def test_safetensors_reads_what_is_saved_and_is_read_itself(tmp_path: Path) -> N
     assert all(same(loaded[name], saved[name]) for name in saved)
 
 
+@pytest.mark.parametrize("value", [None, 3, [], {}, "x"], ids=repr)
+def test_a_state_without_tensors_comes_back(value: Any, tmp_path: Path) -> None:
+    """None came back as an empty dict from a safetensors file."""
+    for place in PLACES:
+        ckptstore.save(value, tmp_path / place)
+        assert same(ckptstore.load(tmp_path / place), value), place
+
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.int8]
 TENSORS = st.builds(
     lambda dtype, shape, seed: torch.from_numpy(np.random.default_rng(seed).integers(0, 2, shape)).to(dtype),
