@@ -215,6 +215,18 @@ def asynchronous(folder: Path) -> None:
         same(whole(found["model"]), before)
 
 
+def grown(folder: Path) -> None:
+    """Tensors that appear and go in the plan of one rank alone: DCP gives each to the rank with the fewest bytes."""
+    script = Script()
+    script.train(1)
+    for step, names in enumerate(([], ["a"], ["a", "b"], ["b"], []), 1):
+        state = {**script.state(), "more": {name: torch.full((50,), float(step)) for name in names}}
+        dcp.save(state, storage_writer=CkptstoreWriter(folder / "grown", step))
+        found = {"more": {name: torch.zeros(50) for name in names}}
+        dcp.load(found, storage_reader=CkptstoreReader(folder / "grown", step))
+        same(found["more"], state["more"])
+
+
 def cached(folder: Path) -> None:
     """Plans that the planner keeps between saves."""
     script = Script()
@@ -277,9 +289,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=int(rank), world_size=int(size))
-    scenarios: dict[str, Callable[[Path], None]] = {
-        one.__name__: one for one in (saved, loaded, placed, asynchronous, cached, failing, blobs, foreign, pieces)
-    }
+    listed = (saved, loaded, placed, asynchronous, cached, failing, blobs, foreign, pieces, grown)
+    scenarios: dict[str, Callable[[Path], None]] = {one.__name__: one for one in listed}
     for name in names:
         scenarios[name](Path(folder))
         dist.barrier()

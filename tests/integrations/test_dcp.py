@@ -268,7 +268,7 @@ def run(warm: Warm, folder: Path, size: int, *names: str) -> None:
 
 
 def test_ranks(tmp_path: Path, warm: Warm) -> None:
-    run(warm, tmp_path, 2, "saved", "loaded", "placed", "pieces", "cached", "failing", "blobs")
+    run(warm, tmp_path, 2, "saved", "loaded", "placed", "pieces", "grown", "cached", "failing", "blobs")
     run(warm, tmp_path, 1, "loaded")
     states = torch.load(tmp_path / "saved.pt")
     found = ckptstore.open(tmp_path / "saved").load(2)
@@ -294,5 +294,5 @@ def test_ranks_save_asynchronously(tmp_path: Path, warm: Warm) -> None:
 
 @long_only
 def test_four_ranks(tmp_path: Path, warm: Warm) -> None:
-    run(warm, tmp_path, 4, "saved", "loaded", "placed", "cached", "failing", "blobs", "pieces", "asynchronous")
+    run(warm, tmp_path, 4, "saved", "loaded", "placed", "cached", "failing", "blobs", "pieces", "grown", "asynchronous")
     run(warm, tmp_path, 2, "loaded")

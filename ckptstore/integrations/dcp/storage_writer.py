@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 import ckptstore
-from ckptstore.errors import CkptError, UsageError, WriterError
+from ckptstore.errors import CkptError, RankMismatchError, UsageError, WriterError
 from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of
 from ckptstore.integrations.dcp.save_turns import SaveTurn, SaveTurns
 from ckptstore.integrations.dcp.stored_form import ABOUT, as_bytes, piece_name, planner_form, tensors_in
@@ -139,10 +139,18 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         except Exception as error:
             self._give_up(writer, error)
             raise
-        assert self._place is not None
-        self.saved = writer.save(state, self._place.step, **self._labels)  # type: ignore[arg-type]
+        try:
+            self.saved = self._save(writer, state)
+        except RankMismatchError:
+            # DCP's planner has given tensors to other ranks, so only some ranks have others than before. All ranks have
+            # this error, and agree anew at the next save.
+            self.saved = self._save(writer, state)
         done.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
         return done
+
+    def _save(self, writer: Writer, state: dict[str, Any]) -> CheckpointInfo:
+        assert self._place is not None
+        return writer.save(state, self._place.step, **self._labels)  # type: ignore[arg-type]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Nothing is left to do: the checkpoint says by itself what it holds."""
