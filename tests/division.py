@@ -9,6 +9,7 @@ __all__ = ["EXPRESSIONS", "REST", "in_rest"]
 
 ROOT: Final = Path(__file__).parents[1]
 REST: Final = (
+    "tests/analysis/",  # offline analysis: no run depends on it
     "tests/integrations/",  # real frameworks, some with many ranks
     "tests/tools/",  # the harnesses' own tests, samples of their campaigns, small runs of the benchmarks
     # The examples of the docs, run as they are printed. The interfaces themselves have their own tests.
@@ -44,6 +45,10 @@ REST: Final = (
     "tests/write/test_rank_in_flight.py",
     "tests/write/test_rank_processes.py",
     "tests/training/test_rules_beside_a_run.py",
+    # Samples of orders in which a simulated device may work.
+    "tests/agent/test_device_copies.py",
+    "tests/frameworks/test_torch_offload.py",
+    "tests/write/test_rank_device_copies.py",
     # Scripts in interpreters of their own that end, are interrupted, or run with warnings that are errors.
     "tests/backends/test_mute_server.py",
     "tests/host/test_interpreter_exit.py",
