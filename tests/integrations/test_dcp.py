@@ -226,6 +226,11 @@ def test_what_names_no_store_or_two_is_refused(checkpoint_id: Any, url: str | No
         place_of(checkpoint_id, url, None)
 
 
+def test_dcp_can_ask_whether_an_id_names_a_store() -> None:
+    for kind in (CkptstoreReader, CkptstoreWriter):
+        assert [kind.validate_checkpoint_id(one) for one in ("runs/a/100", "100")] == [True, False]
+
+
 def test_a_writer_is_no_group(tmp_path: Path) -> None:
     with pytest.raises(ckptstore.UsageError, match="group='all'"):
         CkptstoreWriter(tmp_path, 1, group="all")

@@ -1,4 +1,4 @@
-"""`Store.writer(reuse=True)`: one writer of a store in a process, whoever asks for it."""
+"""`Store.writer(reuse=True)`: all callers in a process share one writer of a store."""
 
 from __future__ import annotations
 

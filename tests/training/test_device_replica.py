@@ -174,7 +174,7 @@ def asked(ask: Any, machine: Machine, early: list[int], link: AgentLink, do: str
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_what_leaves_an_order_out_is_caught(tmp_path: Path, mutant: str) -> None:
-    """The device says so, the agent is told of memory that is being filled, or its result differs."""
+    """Without an order the device reports a hazard, or the agent reads memory too early, or its result differs."""
     ask = AgentLink.ask
     for seed in range(20):
         early: list[int] = []

@@ -10,7 +10,7 @@ from typing import Final
 
 from ckptstore.errors import UsageError
 
-__all__ = ["CheckpointPlace", "place_of"]
+__all__ = ["CheckpointPlace", "names_store", "place_of"]
 
 _SCHEME: Final = "ckpt://"
 _STEP: Final = re.compile(r"(?:[A-Za-z_]+[-_.])?(\d{1,16})")
@@ -59,3 +59,12 @@ def place_of(checkpoint_id: str | os.PathLike[str] | int | None, url: str | None
             f"checkpoint_id={checkpoint_id!r:.200} is of another store than {url!r}, which was passed first"
         )
     return CheckpointPlace(named, step if number is None else number)
+
+
+def names_store(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether a ``checkpoint_id`` names a store by itself."""
+    try:
+        place_of(checkpoint_id, None, None)
+    except UsageError:
+        return False
+    return True

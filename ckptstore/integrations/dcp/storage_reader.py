@@ -23,7 +23,7 @@ from torch.futures import Future
 import ckptstore
 from ckptstore.errors import UsageError
 from ckptstore.frameworks.torch_tensors import torch_dtype
-from ckptstore.integrations.dcp.checkpoint_ids import place_of
+from ckptstore.integrations.dcp.checkpoint_ids import names_store, place_of
 from ckptstore.integrations.dcp.stored_form import ABOUT, piece_name, planner_data, values_by_name
 
 __all__ = ["CkptstoreReader"]
@@ -140,11 +140,7 @@ class CkptstoreReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a store. DCP asks this only of its own classes."""
-        try:
-            place_of(checkpoint_id, None, None)
-        except UsageError:
-            return False
-        return True
+        return names_store(checkpoint_id)
 
     # -- one load
 

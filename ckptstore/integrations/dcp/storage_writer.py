@@ -29,7 +29,7 @@ from torch.futures import Future
 
 import ckptstore
 from ckptstore.errors import CkptError, RankMismatchError, UsageError, WriterError
-from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of
+from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, names_store, place_of
 from ckptstore.integrations.dcp.save_turns import SaveTurn, SaveTurns
 from ckptstore.integrations.dcp.stored_form import ABOUT, as_bytes, piece_name, planner_form, tensors_in
 from ckptstore.log.checkpoint_info import CheckpointInfo
@@ -158,11 +158,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a store. DCP asks this only of its own classes."""
-        try:
-            place_of(checkpoint_id, None, None)
-        except UsageError:
-            return False
-        return True
+        return names_store(checkpoint_id)
 
     # -- the store
 

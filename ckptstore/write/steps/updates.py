@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LateGradient:
-    """A sparse gradient that a device still sends: whoever compresses the step waits for it, and training does not.
+    """A sparse gradient that a device still sends. The thread that compresses the step waits for it. Training does not.
 
     Attributes:
         size: numbers in the parameter.
