@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from ckptstore.backends import memory
@@ -109,6 +110,28 @@ def pytest_collection_finish() -> None:
         if (found := sys.modules.get(module)) is not None:  # tests that read no store do not import them
             assert hasattr(found, name)
             setattr(found, name, value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """A file that changes torch's number of threads for good fails here, and not the files after it.
+
+    A store records the number. A process with another one warns when it continues the run.
+    """
+    before = torch.get_num_threads()
+    yield
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert after == before, f"the tests of this file left {after} threads of torch, and found {before}"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch works with one thread. With small tensors, beside other tests, more would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(tryfirst=True)

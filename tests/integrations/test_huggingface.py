@@ -31,8 +31,10 @@ from tests.integrations.trainer_job import STEPS, losses, made, run
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["tests.integrations.trainer_job"])
 
-quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-pytestmark = quiet
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 
 def process(*arguments: Any, **options: Any) -> Any:

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,7 @@ from tools.bench.training.training_strategies import STRATEGIES, AbsentError, Le
 SHAPE = Shape(width=32, layers=1, batch=1, context=8)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -36,12 +36,7 @@ STRATEGIES = ("full", "delta", "gradient")
 WIDTH = 64
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(torch.nn.Module):  # type: ignore[misc]

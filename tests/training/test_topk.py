@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,7 @@ from ckptstore.training import Checkpointer, TopKHook  # noqa: E402
 from tests import warmth  # noqa: E402
 from tests.store.states import same  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def parameter(*gradient: float) -> Any:
