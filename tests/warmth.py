@@ -6,10 +6,10 @@ A test about the start of an interpreter, about imports or about memory starts a
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,17 +30,24 @@ _AT_FIRST = dict(os.environ)
 """The environment before any test has changed it."""
 
 
-@functools.cache
+_MADE: list[Warm] = []
+_MAKING = threading.Lock()
+"""Two threads that ask first would make two nurseries. The one that nobody keeps would stop and kill its scripts."""
+
+
 def nursery() -> Warm:
     """The nursery of this process. It has imported torch, which saves seconds for each script."""
-    return Warm(env=_AT_FIRST)
+    with _MAKING:
+        if not _MADE:
+            _MADE.append(Warm(env=_AT_FIRST))
+        return _MADE[0]
 
 
 def close() -> None:
     """Stop the nursery, if there is one, and the processes that it started."""
-    if nursery.cache_info().currsize:
-        nursery().close()
-        nursery.cache_clear()
+    with _MAKING:
+        while _MADE:
+            _MADE.pop().close()
 
 
 def start(command: Sequence[str], *, cwd: Path | None = None, **streams: Any) -> Script:
