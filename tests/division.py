@@ -31,6 +31,7 @@ REST: Final = (
     "tests/maintenance/test_upkeep_kills.py",
     "tests/tiers/test_sync.py",
     "tests/write/test_diff_kills.py",
+    "tests/write/test_replace_kills.py",
     # Jobs of many processes: real ranks, agents and trainers. Other tests check their protocols with threads as ranks.
     "tests/agent/test_handover.py",
     "tests/agent/test_rank_agents.py",
