@@ -61,7 +61,7 @@ def losses(said: str) -> dict[int, str]:
 
 def finished(folder: Path, mode: str, last: int = LAST) -> list[dict[int, str]]:
     with job(folder, mode, last=last) as ranks:
-        said = [one.communicate(timeout=120)[0] for one in ranks]
+        said = [one.communicate(timeout=280)[0] for one in ranks]
         assert [one.returncode for one in ranks] == [0, 0]
     return [losses(one) for one in said]
 

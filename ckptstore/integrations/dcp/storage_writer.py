@@ -194,7 +194,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         return self._call.place or place_of(self._call.checkpoint_id, self._url, self._step)
 
     def _writer(self) -> Writer:
-        store = ckptstore.open(self._find_place().url, create=True, storage_options=self._storage_options)
+        store = ckptstore.open(self._find_place().url, storage_options=self._storage_options)
         group = self._group
         if isinstance(group, str):
             group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
