@@ -98,10 +98,11 @@ def command(
         emit(_json(store, done, collected))
     else:
         _print(done, collected, timeout)
-    return _exit_code(done)
+    return exit_code(done)
 
 
-def _exit_code(done: CompactReport) -> int:
+def exit_code(done: CompactReport) -> int:
+    """Whether every move was made: 0, or the exit code that says why not."""
     if any(move.result in ("waiting", "left") or move.asked for move in done.moves):
         return NOT_ANSWERED
     return CorruptionError.exit_code if any(move.damaged for move in done.moves) else 0
@@ -203,6 +204,12 @@ def _closing(done: CompactReport, collected: int | None, timeout: float) -> None
         f"{counted(len(done.kept), 'checkpoint')} {would}kept: {size(done.bytes_before)} -> {size(done.bytes_after)}, "
         f"slowest restore {duration(done.restore_seconds_before)} -> {duration(done.restore_seconds_after)}"
     )
+    more = done.bytes_after - done.bytes_before
+    if more > 0:
+        note(
+            f"the store {'would grow' if done.dry_run else 'has grown'} by {size(more)}: a limit of depth or time "
+            "is met with fulls and larger deltas"
+        )
     if collected is not None:
         click.echo(f"deleted {size(collected)}")
     elif done.collectable_nbytes:
