@@ -70,7 +70,7 @@ def zig_is_useful() -> bool:
 
 
 def compile_core(output: Path, *, target: str | None = None, extra: Sequence[str] = ()) -> None:
-    """Compile the module to `output`.
+    """Compile the module to `output`. If that fails, no older `output` stays: it would be used with other sources.
 
     Args:
         target: compile for another machine, with ``ziglang``; for example ``aarch64-linux-musl``.
@@ -79,6 +79,14 @@ def compile_core(output: Path, *, target: str | None = None, extra: Sequence[str
     Raises:
         CannotCompileError: it cannot be compiled here.
     """
+    try:
+        _compile(output, target, extra)
+    except CannotCompileError:
+        output.unlink(missing_ok=True)
+        raise
+
+
+def _compile(output: Path, target: str | None, extra: Sequence[str]) -> None:
     headers = _headers()
     if headers is None:
         raise CannotCompileError("this Python has no C headers (Python.h): install them, for example python3-dev")
@@ -130,7 +138,6 @@ def main() -> None:
     try:
         compile_core(given.output, extra=SANITIZERS if given.sanitize else ())
     except CannotCompileError as error:
-        given.output.unlink(missing_ok=True)  # one of older sources is worse than none
         print(f"the kernels run in numpy: {error}", file=sys.stderr)
         sys.exit(1 if given.sanitize else 0)
 
