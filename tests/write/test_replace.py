@@ -285,6 +285,7 @@ def test_the_drop_in_replaces_too(tmp_path: Path) -> None:
     assert [info and info.ref for info in saved] == ["5@2", "5@3", "5@4"]
     assert int(ckptstore.load(place, framework="numpy")["again"]) == 3
     assert [info.ref for info in ckptstore.open(place).checkpoints()] == ["5@3", "5@4"], "two stay"
+    ckptstore.open(place).writer(reuse=True, keep=["last:2"]).close()
     file = tmp_path / "one.safetensors"
     for number in (1, 2):
         ckptstore.save({"w": np.full(3, number, "<f4")}, file, replace=True)
