@@ -198,44 +198,35 @@ class RestoreMethods(StoreHandle):
             to: path or URL of the folder, which the first version creates. Not in a store.
             ref: the checkpoint to publish: each new ``latest``, or each new target of a ``tag:NAME``.
             layout: of deltas. ``hf``: the changed tensors, whole. ``slime``: as slime's delta weight sync has them.
-            strip: only tensors whose names begin with this prefix, which is removed. Empty or None: all, as they are
-                named.
+            strip: only tensors whose names begin with this prefix, which is removed. Empty or None: all.
             select: only tensors at places that match one of these patterns, as in `load`.
             files: a folder with a configuration and a tokenizer for each full, if the checkpoint does not hold them.
             keep: number of newest versions that are kept, with those that they build on.
             full_every: every how many versions one is a full. 1: all are.
             sha256: publish a SHA-256 of each tensor, besides its XXH3-128.
             max_shard_bytes: maximum bytes of tensors in a file. None: 5 GB, in a bucket 240 MiB.
-            poll, timeout, stop: as for `follow`.
-            storage_options: of an object store, as for `open`.
-            progress: called with (bytes done, total bytes) of the tensors of each version.
+            poll, timeout, stop, storage_options, progress: as for `follow`, `open` and, of each version, `load`.
 
         Raises:
             UsageError: an invalid option; or the place is a store, is inside one, or has another program's versions.
             WriterError: another publisher of this machine is at work there (raised by ``next``, as the rest).
             FencedError: another publisher has taken over.
-            CheckpointNotFoundError, TensorNotFoundError, CorruptionError: as `load`. The former version stays.
-            StoreNotFoundError, StoreReplacedError, CorruptLogError: as `watch`.
             StorageError: a medium failed; the next call tries again.
+            CkptError: of the store, as `load` and `watch`. The former version stays.
 
         Example:
-            >>> import numpy, tempfile
+            >>> import numpy
             >>> store = open("memory://published")
-            >>> with store.writer() as writer:
+            >>> with store.writer() as writer, store.publish("memory://weights") as publisher:
             ...     info = writer.save({"model": {"weight": numpy.ones(3)}}, step=1)
-            >>> place = tempfile.TemporaryDirectory()
-            >>> with store.publish(place.name) as publisher:
-            ...     done = publisher.look()
-            >>> done.version, done.ref, done.base, done.folder
-            (1, '1@1', None, 'weight_v000001')
-            >>> place.cleanup()
+            ...     publisher.look().folder
+            'weight_v000001'
         """
         from ckptstore.backends import open_backend
         from ckptstore.following.publisher import Publisher, PublishOptions
 
-        told = as_progress(progress)
         chosen = (ref, layout, strip, select, files, keep, full_every, sha256, max_shard_bytes)
-        options = PublishOptions(*chosen, poll, timeout, stop, told)
+        options = PublishOptions(*chosen, poll, timeout, stop, as_progress(progress))
         return Publisher(self.journal, open_backend(to, create=True, storage_options=storage_options), options)
 
     def read_tensor(
