@@ -689,7 +689,8 @@ FUNCTION(stream)
     BEGIN("rw")
     NEED(a[0].bytes == a[1].bytes, SIZES)
     NEED(apart(&a[0], &a[1]), OVERLAP)
-    RUN(a[0].bytes, stream_copy(a[1].at, a[0].at, a[0].bytes));
+    if (a[0].bytes)
+        RUN(a[0].bytes, stream_copy(a[1].at, a[0].at, a[0].bytes));
     NONE;
 }
 
@@ -707,6 +708,8 @@ FUNCTION(moves)
     RUN(bytes, for (size_t i = 0; i < a[2].count; i++) {
         char *target = (char *)(uintptr_t)to[i];
         const char *source = (const char *)(uintptr_t)at[i];
+        if (!lengths[i])
+            continue; /* its addresses may be null */
         if (lengths[i] < call.ints[0])
             memcpy(target, source, (size_t)lengths[i]);
         else
