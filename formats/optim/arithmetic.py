@@ -74,7 +74,7 @@ def single(value: float) -> float:
 
 @hot()
 def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
-    """``out = a * b + c``, rounded once, and settled. ``out`` may be any of the arguments. A scalar ``b`` is an fp32 number.
+    """``out = a * b + c``, rounded once, and settled. ``out`` may be any argument. A scalar ``b`` is an fp32 number.
 
     The product is exact in fp64. The sum is rounded to fp64 and then to fp32. Rounding twice is wrong only if the fp64
     sum lies exactly half-way between two fp32 numbers and was itself rounded. The low 28 bits of such a sum are zero,
