@@ -32,6 +32,9 @@ _RECORDS: Final = {
             "TensorStorageMetadata",
         }
     ),
+    # Megatron-LM adds plans to the description. They are not needed.
+    "torch.distributed.checkpoint.planner": frozenset({"SavePlan", "TensorWriteData", "WriteItem"}),
+    "megatron.core.dist_checkpointing.strategies.torch": frozenset({"MCoreMetadata", "MCoreSavePlan"}),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
 }
 
@@ -101,6 +104,7 @@ _CALLS: Final[dict[tuple[str, str], Callable[..., Any]]] = {
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): _ignored,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _ignored,
+    ("torch.distributed.checkpoint.planner", "WriteItemType"): _ignored,
     ("collections", "OrderedDict"): OrderedDict,
     **{
         (module, name): _ignored

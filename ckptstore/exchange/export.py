@@ -47,7 +47,15 @@ from ckptstore.restore.tensor_streams import streams
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
 
-__all__ = ["ExportResult", "PrefixSelection", "export", "export_resident", "is_export", "write_export"]
+__all__ = [
+    "ExportResult",
+    "PrefixSelection",
+    "export",
+    "export_resident",
+    "is_export",
+    "with_references",
+    "write_export",
+]
 
 _HEADER_ALIGN: Final = 128
 
@@ -434,16 +442,26 @@ def _write_safetensors(
 
 
 def _write_pt(file: OutputFile, content: _Content) -> list[str]:
+    state, arrays = with_references(content.tree, content.entries)
+    return arrays + write_archive(file, state, content.chunks)
+
+
+def with_references(tree: Any, entries: Mapping[str, TensorEntry]) -> tuple[Any, list[str]]:
+    """A state as `write_archive` takes it, and the names of its numpy arrays, which become tensors.
+
+    Args:
+        tree: the tree of the state.
+        entries: its tensors.
+    """
     arrays: list[str] = []
 
     def reference(name: str, origin: Literal["torch", "numpy"]) -> TensorReference:
         if origin == "numpy":
             arrays.append(name)
-        entry = content.entries[name]
+        entry = entries[name]
         return TensorReference(name, entry.dtype, tuple(entry.shape), entry.nbytes)
 
-    state = unflatten(content.tree, reference, _REVIVE, lambda _kind, value, _name: PlainParts(value))
-    return arrays + write_archive(file, state, content.chunks)
+    return unflatten(tree, reference, _REVIVE, lambda _kind, value, _name: PlainParts(value)), arrays
 
 
 def _dtype(name: str) -> TorchObject:

@@ -1,21 +1,20 @@
-"""Write a checkpoint as the folder that Hugging Face's `from_pretrained` and Trainer read.
+"""Write a checkpoint in the form that a framework reads: Hugging Face's `from_pretrained` and Trainer, Lightning.
 
 ====================  ============================================================================================
 ``hf``                the weights, the configuration and the tokenizer
 ``hf-trainer``        these, and what the Trainer continues from: ``optimizer.pt``, ``scheduler.pt``, ``scaler.pt``,
                       ``rng_state.pth`` (of several ranks ``rng_state_0.pth`` ...), ``trainer_state.json``
+``lightning``         one file, a ``.ckpt``: see `lightning_files`
 ====================  ============================================================================================
 
-Two kinds of states have all of this: those of `ckptstore.integrations.huggingface`, in ``extra.trainer``, and imported
-folders of the Trainer (`checkpoint_folders`). Nothing is unpickled: files in the state are written byte by byte.
+Two kinds of states have what Hugging Face's two need: those of `ckptstore.integrations.huggingface`, in
+``extra.trainer``, and imported folders of the Trainer (`checkpoint_folders`). Nothing is unpickled: files in the state
+are written byte by byte.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +22,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from ckptstore.errors import FormatError, StorageError, UsageError
-from ckptstore.exchange.atomic_files import outputs, refuse_missing_folder, refuse_store
+from ckptstore.errors import FormatError, UsageError
+from ckptstore.exchange.atomic_files import output_folder, outputs, write_plain
 from ckptstore.exchange.export import ExportResult, PrefixSelection, write_export
+from ckptstore.exchange.lightning_files import export_lightning
 from ckptstore.exchange.torch_archive import TensorReference, write_archive
 from ckptstore.formats import dtypes
 from ckptstore.formats.states.rank_trees import rank_count
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LAYOUTS", "Layout", "export_layout"]
 
-Layout = Literal["hf", "hf-trainer"]
-LAYOUTS: Final[tuple[Layout, ...]] = ("hf", "hf-trainer")
+Layout = Literal["hf", "hf-trainer", "lightning"]
+LAYOUTS: Final[tuple[Layout, ...]] = ("hf", "hf-trainer", "lightning")
 
 _OWN: Final = "extra.trainer"
 """Where the callback for the Trainer keeps its record (`ckptstore.integrations.trainer_record`)."""
@@ -66,7 +66,7 @@ def export_layout(
     Args:
         journal: the journal of the store.
         ref: the checkpoint.
-        out: the folder. It must not exist.
+        out: the folder (with ``lightning`` the file). It must not exist.
         layout: what is written.
         max_shard_bytes: start another file of weights before one exceeds this size.
         progress: called with the number of the weights' bytes written.
@@ -77,48 +77,24 @@ def export_layout(
         StorageError: the output cannot be written. Nothing is left behind.
         CheckpointNotFoundError, CorruptionError: as `export`.
     """
+    if layout == "lightning":
+        if max_shard_bytes is not None:
+            raise UsageError("--layout lightning writes one file: --max-shard-size does not go with it")
+        return export_lightning(journal, ref, out, progress)
     out = Path(out)
-    if os.path.lexists(out):
-        raise UsageError(f"{out} exists: a layout is written into a new folder")
-    refuse_store(out)
-    refuse_missing_folder(out)
-    temporary = out.absolute().with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.tmp")
+    with output_folder(out) as folder:
 
-    def written(found: RestoreSource) -> ExportResult:
-        contents = _Contents(found, layout)
-        shutil.rmtree(temporary, ignore_errors=True)  # of an encoding that was damaged
-        temporary.mkdir()
-        weights, which = temporary / "model.safetensors", PrefixSelection("model.")
-        result = write_export(found, weights, "safetensors", which, False, max_shard_bytes, progress)
-        contents.write(temporary)
-        return result
+        def written(found: RestoreSource) -> ExportResult:
+            contents = _Contents(found, layout)
+            weights, which = folder.empty() / "model.safetensors", PrefixSelection("model.")
+            result = write_export(found, weights, "safetensors", which, False, max_shard_bytes, progress)
+            contents.write(folder.temporary)
+            return result
 
-    try:
         result = restore_with(journal, ref, written)
-        _publish(temporary, out)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(error.errno, error.strerror, error.filename) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        folder.publish()
     index = None if result.index is None else out / result.index.name
     return replace(result, paths=tuple(out / path.name for path in result.paths), index=index)
-
-
-def _publish(temporary: Path, out: Path) -> None:
-    # Prevents: a folder whose files are missing after a power cut.
-    _sync(temporary)
-    temporary.rename(out)
-    _sync(out.absolute().parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _Contents:
@@ -151,7 +127,7 @@ class _Contents:
             if Path(name).name != name or name in ("", ".", ".."):
                 raise FormatError(f"checkpoint {self._found.ref}: {name!r:.80} is no name of a file")
             if self._whole or name not in _OF_TRAINER:
-                _plain(folder / name, np.asarray(data, np.uint8).tobytes())
+                write_plain(folder / name, np.asarray(data, np.uint8).tobytes())
         if not self._whole:
             return
         for part in _PARTS:
@@ -160,7 +136,7 @@ class _Contents:
         for name, state in self._generators():
             self._archive(folder / name, state)
         # Last, because the Trainer takes a folder with this file for a checkpoint.
-        _plain(folder / "trainer_state.json", (json.dumps(self._state(), indent=2) + "\n").encode())
+        write_plain(folder / "trainer_state.json", (json.dumps(self._state(), indent=2) + "\n").encode())
 
     def _state(self) -> Any:
         """The parsed ``trainer_state.json``; None: there is none."""
@@ -223,10 +199,3 @@ class _Contents:
         with outputs(overwrite=False) as files:
             write_archive(files.create(path, 1 << 16), state, chunks)
             files.publish()
-
-
-def _plain(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         "ckpt restore runs/gpt --out model.safetensors --max-shard-size 5GB",
         "ckpt restore runs/gpt --layout hf --out exported            # for from_pretrained",
         "ckpt restore runs/gpt --layout hf-trainer --out checkpoint-1000",
+        "ckpt restore runs/net --layout lightning --out last.ckpt    # for fit(ckpt_path=)",
+        "ckpt restore runs/gpt 1000 --format dcp --out step-1000      # for torch.distributed.checkpoint.load",
         "ckpt restore runs/gpt 1000 --explain",
         "ckpt restore runs/gpt --out - | ssh node-7 'cat > model.safetensors'",
     ],
@@ -44,13 +46,14 @@ if TYPE_CHECKING:
 @click.option(
     "--format",
     "file_format",
-    type=click.Choice(["safetensors", "pt"]),
-    help="Default: by the suffix of PATH, else safetensors.",
+    type=click.Choice(["safetensors", "pt", "dcp"]),
+    help="dcp: a new folder for torch.distributed.checkpoint. Default: by the suffix of PATH, else safetensors.",
 )
 @click.option(
     "--layout",
-    type=click.Choice(["hf", "hf-trainer"]),
-    help="Write a folder, PATH: hf for from_pretrained, hf-trainer for the Trainer's resume_from_checkpoint.",
+    type=click.Choice(["hf", "hf-trainer", "lightning"]),
+    help="hf: a folder for from_pretrained; hf-trainer: one for the Trainer's resume_from_checkpoint; lightning: a "
+    "file for Trainer.fit(ckpt_path=).",
 )
 @select_option("Only tensors that match; may be repeated.")
 @click.option("--strip", metavar="PREFIX", help="Only tensors named PREFIX..., without it: for load_state_dict.")
@@ -62,8 +65,8 @@ def command(
     store: str,
     ref: str,
     out: str | None,
-    file_format: Literal["safetensors", "pt"] | None,
-    layout: Literal["hf", "hf-trainer"] | None,
+    file_format: Literal["safetensors", "pt", "dcp"] | None,
+    layout: Literal["hf", "hf-trainer", "lightning"] | None,
     select: tuple[str, ...],
     strip: str | None,
     max_shard_size: int | None,
@@ -72,7 +75,7 @@ def command(
     whole: bool,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint to a .safetensors or .pt file, or to a folder of Hugging Face's.
+    """Write a checkpoint to a .safetensors or .pt file, or as a framework reads it.
 
     The file appears when it is complete and durable, or not at all. A .pt file loads with
     torch.load(weights_only=True). A .safetensors file carries the rest of the state in its
@@ -87,6 +90,8 @@ def command(
         raise click.UsageError("Missing option '--out' (or --explain, to see the plan only).")
     if layout is not None:
         _check_layout(out, file_format, select, strip, force=force)
+    if file_format == "dcp":
+        _check_dcp(out, force=force)
     piped = out == "-"
     if piped:
         _check_piped(as_json, max_shard_size)
@@ -119,11 +124,18 @@ def _check_layout(
     out: str, file_format: str | None, select: tuple[str, ...], strip: str | None, *, force: bool
 ) -> None:
     if out == "-":
-        raise click.UsageError("--layout writes a folder: --out - cannot be combined with it")
+        raise click.UsageError("--layout needs a path: --out - cannot be combined with it")
     if file_format is not None or select or strip is not None:
         raise click.UsageError("--layout says what is written: --format, --select and --strip do not go with it")
     if force:
-        raise click.UsageError("--layout writes a new folder: --force does not go with it, remove the folder first")
+        raise click.UsageError("--layout writes something new: --force does not go with it, remove PATH first")
+
+
+def _check_dcp(out: str, *, force: bool) -> None:
+    if out == "-":
+        raise click.UsageError("--format dcp writes a folder: --out - cannot be combined with it")
+    if force:
+        raise click.UsageError("--format dcp writes a new folder: --force does not go with it, remove the folder first")
 
 
 def _check_piped(as_json: bool, max_shard_size: int | None) -> None:
@@ -141,7 +153,8 @@ def _print_result(result: ExportResult, seconds: float, as_json: bool, piped: bo
 
     if result.converted:
         some = ", ".join(result.converted[:3]) + (" ..." if len(result.converted) > 3 else "")
-        note(f"{len(result.converted)} values have another type in a .pt file (numpy, frozenset, objects): {some}")
+        kind = "the folder" if result.format == "dcp" else "a .pt file"
+        note(f"{len(result.converted)} values have another type in {kind} (numpy, frozenset, objects): {some}")
     if result.tied:
         some = ", ".join(f"{name} (as {there})" for name, there in result.tied[:3])
         more = " ..." if len(result.tied) > 3 else ""
@@ -168,6 +181,7 @@ def _print_result(result: ExportResult, seconds: float, as_json: bool, piped: bo
         )
         return
     where = str(result.paths[0]) if result.index is None else f"{len(result.paths)} files and {result.index}"
+    where = str(result.paths[0].parent) if result.format == "dcp" else where
     where = "to stdout" if piped else where
     speed = size(int(result.nbytes / max(seconds, 1e-9)))
     (note if piped else say)(

@@ -72,8 +72,8 @@ def test_a_torch_file_with_code_in_it_is_refused(ckpt: Run, tmp_path: Path) -> N
     torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "step_7.pt")
     outcome = ckpt("import", tmp_path / "run", tmp_path / "step_7.pt")
     assert outcome.code == 6
-    assert "refers to torch.nn.modules.linear.Linear" in outcome.err
-    assert "hint: save it again with only tensors" in outcome.err
+    assert "model: it is a torch.nn.modules.linear.Linear" in outcome.err
+    assert "hint: to import the rest: --leave-out-key 'model'" in outcome.err
     assert not (tmp_path / "run").exists()
 
 
