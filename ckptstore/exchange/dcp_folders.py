@@ -112,7 +112,7 @@ def open_dcp_folder(folder: Path, leave_out: Sequence[str] = (), choice: KeyChoi
             f"{folder} was written by torch.distributed.checkpoint; reading it needs: pip install 'ckptstore[torch]'"
         ) from error
     said = read_dcp_metadata(folder / DCP_METADATA)
-    names = [*said.tensors, *said.values]
+    names = said.names
     globs = [*leave_out, *(choice.leave_out if choice else ())]
     left_out = [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
     kept = [name for name in names if name not in set(left_out)]

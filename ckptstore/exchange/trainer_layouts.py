@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -28,6 +28,7 @@ from ckptstore.exchange.export import ExportResult, PrefixSelection, write_expor
 from ckptstore.exchange.lightning_files import export_lightning
 from ckptstore.exchange.torch_archive import TensorReference, write_archive
 from ckptstore.formats import dtypes
+from ckptstore.formats.states.dcp_member import ABOUT
 from ckptstore.formats.states.rank_trees import rank_count
 from ckptstore.formats.states.state import unflatten
 from ckptstore.formats.states.tree import member, only_tensors
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
     from ckptstore.restore.restore_source import RestoreSource
 
-__all__ = ["LAYOUTS", "Layout", "export_layout"]
+__all__ = ["LAYOUTS", "Layout", "ModelOptions", "export_layout"]
 
 Layout = Literal["hf", "hf-trainer", "lightning"]
 LAYOUTS: Final[tuple[Layout, ...]] = ("hf", "hf-trainer", "lightning")
@@ -48,7 +49,31 @@ _OWN: Final = "extra.trainer"
 """Where the callback for the Trainer keeps its record (`ckptstore.integrations.trainer_record`)."""
 _OF_TRAINER: Final = frozenset({"training_args.bin"})
 """Files that only a Trainer reads."""
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf")
 _PARTS: Final = ("optimizer", "scheduler", "scaler")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What the layout ``hf`` is told of the model.
+
+    Attributes:
+        prefix: the names of its tensors begin with this; None: ``model.``.
+        config: a folder with ``config.json`` and the tokenizer; None: the checkpoint has them.
+    """
+
+    prefix: str | None = None
+    config: str | Path | None = None
+
+
+def _files_of(folder: str | Path) -> dict[str, Any]:
+    """The files of a model's folder without its weights: name -> bytes. Raises `UsageError`, `OSError`."""
+    found = Path(folder)
+    if not (found / "config.json").is_file():
+        raise UsageError(f"{folder}: is no folder of a model: it has no config.json")
+    files = sorted(one for one in found.iterdir() if one.is_file() and not one.name.startswith("."))
+    kept = [one for one in files if one.suffix not in _WEIGHTS and not one.name.endswith(".index.json")]
+    return {one.name: np.frombuffer(one.read_bytes(), np.uint8) for one in kept if one.name not in _OF_TRAINER}
 
 
 def export_layout(
@@ -58,6 +83,7 @@ def export_layout(
     layout: Layout,
     max_shard_bytes: int | None = None,
     progress: Progress | None = None,
+    model: ModelOptions = ModelOptions(),
 ) -> ExportResult:
     """Write a checkpoint into a new folder, verifying every byte that is read.
 
@@ -70,6 +96,7 @@ def export_layout(
         layout: what is written.
         max_shard_bytes: start another file of weights before one exceeds this size.
         progress: called with the number of the weights' bytes written.
+        model: what the layout ``hf`` is told.
 
     Raises:
         UsageError: `out` exists or is inside a store; or the state has no configuration, several models, or (with
@@ -85,8 +112,8 @@ def export_layout(
     with output_folder(out) as folder:
 
         def written(found: RestoreSource) -> ExportResult:
-            contents = _Contents(found, layout)
-            weights, which = folder.empty() / "model.safetensors", PrefixSelection("model.")
+            contents = _Contents(found, layout, model)
+            weights, which = folder.empty() / "model.safetensors", PrefixSelection(contents.prefix)
             result = write_export(found, weights, "safetensors", which, False, max_shard_bytes, progress)
             contents.write(folder.temporary)
             return result
@@ -100,26 +127,42 @@ def export_layout(
 class _Contents:
     """What a layout takes from a checkpoint, besides the weights."""
 
-    def __init__(self, found: RestoreSource, layout: Layout) -> None:
+    def __init__(self, found: RestoreSource, layout: Layout, told: ModelOptions) -> None:
         """Check that the checkpoint has it. Raises `UsageError`."""
+        self.prefix = told.prefix or "model."
         self._found = found
         self._chunks = streams(found)
         self._whole = layout == "hf-trainer"
         self._tree = found.tree
         self._own = member(self._tree, _OWN) is not None
-        model = member(self._tree, "model")
-        if model is None or not only_tensors(model):
-            raise UsageError(f"checkpoint {found.ref}: its state has no single model; --layout {layout} needs one")
+        self._check_model(layout)
         files = self._values(self._tree, f"{_OWN}.files" if self._own else "files") or {}
+        if told.config is not None:
+            files = _files_of(told.config)
         if "config.json" not in files:
             raise UsageError(
                 f"checkpoint {found.ref} holds no config.json, which --layout {layout} needs: it was not saved by "
-                "ckptstore.integrations.huggingface or imported from a Trainer's folder. Leave --layout out to write "
-                "the weights alone"
+                "ckptstore.integrations.huggingface or imported from a Trainer's folder. With --layout hf pass "
+                "--config FOLDER of the model it came from, or leave --layout out to write the weights alone"
             )
         self._files: Mapping[str, Any] = files
         if self._whole and self._state() is None:
             raise UsageError(f"checkpoint {found.ref} holds no state of a Trainer: --layout hf writes the model alone")
+
+    def _check_model(self, layout: Layout) -> None:
+        """Raise `UsageError` unless the tensors with the prefix are a model."""
+        ref, part = self._found.ref, member(self._tree, self.prefix.removesuffix("."))
+        about = member(self._tree, ABOUT)  # of a save through DCP, whose state is flat
+        names = [name for name in self._found.tensors if name.startswith(self.prefix)]
+        if not (only_tensors(part) if about is None else names):
+            what = "single model" if self.prefix == "model." else f"model at {self.prefix!r}"
+            raise UsageError(f"checkpoint {ref}: its state has no {what}; --layout {layout} needs one")
+        pieces = member(about, "pieces") or {}
+        if about is not None and (cut := [name for name in pieces if name.startswith(self.prefix)]):
+            raise UsageError(
+                f"checkpoint {ref}: {cut[0]} is stored in pieces that are not one box of each rank: `ckpt restore "
+                "--format dcp`, load it and save it again"
+            )
 
     def write(self, folder: Path) -> None:
         """Write it. Raises `StorageError`."""

@@ -417,6 +417,8 @@ class RestoreMethods(StoreHandle):
         out: str | os.PathLike[str],
         layout: Layout = "hf",
         *,
+        strip: str | None = None,
+        config: str | os.PathLike[str] | None = None,
         max_shard_bytes: int | None = None,
         progress: Progress | bool | None = None,
     ) -> ExportResult:
@@ -428,6 +430,10 @@ class RestoreMethods(StoreHandle):
             layout: ``hf``: weights, configuration and tokenizer, for ``from_pretrained``. ``hf-trainer``: also what
                 ``Trainer.train(resume_from_checkpoint=...)`` reads. ``lightning``: not a folder but a ``.ckpt`` file,
                 from which Lightning's ``Trainer.fit(ckpt_path=...)`` continues.
+            strip: with ``hf``: the names of the model's tensors begin with this prefix, which is removed; None: with
+                ``model.``.
+            config: with ``hf``: a folder that has ``config.json`` and the tokenizer of the model, for a checkpoint that
+                has none. Its files other than weights are copied.
             max_shard_bytes, progress: as for `export`.
 
         Raises:
@@ -436,14 +442,19 @@ class RestoreMethods(StoreHandle):
             CheckpointNotFoundError, CorruptionError: as `load`.
             StorageError: the output cannot be written. Nothing is left behind then.
         """
-        from ckptstore.exchange.trainer_layouts import LAYOUTS, export_layout
+        from ckptstore.exchange.trainer_layouts import LAYOUTS, ModelOptions, export_layout
 
         if layout not in LAYOUTS:
             raise UsageError(f"layout: {layout!r:.80}; it may be {' or '.join(map(repr, LAYOUTS))}")
+        if layout != "hf" and (strip, config) != (None, None):
+            raise UsageError(f"strip= and config= describe a model for layout='hf': they do not go with {layout!r}")
         where = os.fspath(out)
+        model = ModelOptions(strip, None if config is None else os.fspath(config))
         return self._with_remote_fallback(
             ref,
-            lambda journal, one: export_layout(journal, one, where, layout, max_shard_bytes, as_progress(progress)),
+            lambda journal, one: export_layout(
+                journal, one, where, layout, max_shard_bytes, as_progress(progress), model
+            ),
         )
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         "ckpt restore runs/gpt tag:best --select 'model.*' --out best.safetensors --force",
         "ckpt restore runs/gpt --out model.safetensors --max-shard-size 5GB",
         "ckpt restore runs/gpt --layout hf --out exported            # for from_pretrained",
+        "ckpt restore runs/gpt --layout hf --config gpt2-original --max-shard-size 5GB --out exported",
         "ckpt restore runs/gpt --layout hf-trainer --out checkpoint-1000",
         "ckpt restore runs/net --layout lightning --out last.ckpt    # for fit(ckpt_path=)",
         "ckpt restore runs/gpt 1000 --format dcp --out step-1000      # for torch.distributed.checkpoint.load",
@@ -56,6 +57,12 @@ if TYPE_CHECKING:
     "file for Trainer.fit(ckpt_path=).",
 )
 @select_option("Only tensors that match; may be repeated.")
+@click.option(
+    "--config",
+    type=click.Path(exists=True, file_okay=False),
+    metavar="DIR",
+    help="With --layout hf: copy config.json and the tokenizer from this folder, if the checkpoint has none.",
+)
 @click.option("--strip", metavar="PREFIX", help="Only tensors named PREFIX..., without it: for load_state_dict.")
 @click.option("--max-shard-size", type=SIZE, help="Split into files of at most this size, with an index.")
 @click.option("--force", is_flag=True, help="Replace PATH if it exists.")
@@ -68,6 +75,7 @@ def command(
     file_format: Literal["safetensors", "pt", "dcp"] | None,
     layout: Literal["hf", "hf-trainer", "lightning"] | None,
     select: tuple[str, ...],
+    config: str | None,
     strip: str | None,
     max_shard_size: int | None,
     force: bool,
@@ -89,7 +97,9 @@ def command(
     if out is None:
         raise click.UsageError("Missing option '--out' (or --explain, to see the plan only).")
     if layout is not None:
-        _check_layout(out, file_format, select, strip, force=force)
+        _check_layout(out, layout, file_format, select, strip, force=force)
+    if config is not None and layout != "hf":
+        raise click.UsageError("--config is for --layout hf")
     if file_format == "dcp":
         _check_dcp(out, force=force)
     piped = out == "-"
@@ -102,7 +112,9 @@ def command(
             out = str(Path(folder, f"state.{file_format or 'safetensors'}"))
         advance = stack.enter_context(progress("restoring"))
         if layout is not None:
-            result = opened(store).export_folder(ref, out, layout, max_shard_bytes=max_shard_size, progress=advance)
+            result = opened(store).export_folder(
+                ref, out, layout, strip=strip, config=config, max_shard_bytes=max_shard_size, progress=advance
+            )
         else:
             result = opened(store).export(
                 ref,
@@ -121,12 +133,14 @@ def command(
 
 
 def _check_layout(
-    out: str, file_format: str | None, select: tuple[str, ...], strip: str | None, *, force: bool
+    out: str, layout: str, file_format: str | None, select: tuple[str, ...], strip: str | None, *, force: bool
 ) -> None:
     if out == "-":
         raise click.UsageError("--layout needs a path: --out - cannot be combined with it")
-    if file_format is not None or select or strip is not None:
-        raise click.UsageError("--layout says what is written: --format, --select and --strip do not go with it")
+    if file_format is not None or select:
+        raise click.UsageError("--layout says what is written: --format and --select do not go with it")
+    if strip is not None and layout != "hf":
+        raise click.UsageError("--layout says what is written: --strip goes with hf only")
     if force:
         raise click.UsageError("--layout writes something new: --force does not go with it, remove PATH first")
 
