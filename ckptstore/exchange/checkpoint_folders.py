@@ -207,6 +207,8 @@ def _refuse_foreign(folder: Path, names: set[str]) -> None:
     if any(fnmatchcase(name, glob) for name in names for glob in _DEEPSPEED_FILES):
         raise UsageError(f"{folder} was written by DeepSpeed, a part for each rank; {_deepspeed_commands(folder)}")
     step = next((name for name in sorted(names) if _MEGATRON_STEP.fullmatch(name) and _has_ranks(folder / name)), "")
+    if step and is_rank_folder(folder / step):
+        raise UsageError(f"{folder} holds checkpoints of Megatron-LM: import them: {folder}/iter_*")
     if step or any(_MEGATRON.fullmatch(name) and (folder / name).is_dir() for name in names):
         where = f"{folder / step}" if step else f"{folder}"
         raise UsageError(f"{where} was written by Megatron-LM, a part for each rank; {_MEGATRON_TOOL}")
@@ -234,8 +236,9 @@ def refuse_part(path: Path) -> None:
 
 
 _MEGATRON_TOOL: Final = (
-    "merge the parts with its tools/checkpoint/convert.py (--target-tensor-parallel-size 1 "
-    "--target-pipeline-parallel-size 1), and import the weights, which are then in mp_rank_00"
+    "let Megatron-LM write it as torch_dist (its options --ckpt-convert-format torch_dist --ckpt-convert-save DIR), "
+    "which is imported with the optimizer; or merge the weights with its tools/checkpoint/convert.py "
+    "(--target-tensor-parallel-size 1 --target-pipeline-parallel-size 1), and import the folder iter_*"
 )
 
 
@@ -310,7 +313,7 @@ def _state(found: FolderContents, opened: ExitStack, choice: KeyChoice | None) -
 
     def part(key: str, file: Path) -> Any:
         try:
-            return load_file(file, opened, choice and choice.below(key), nested=True)
+            return load_file(file, opened, (choice or KeyChoice()).below(key), nested=True)
         except UnsupportedStateError as error:
             found.refused[file.name] = str(error).removeprefix(f"{file}: ")
             return None

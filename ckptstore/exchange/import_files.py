@@ -93,8 +93,7 @@ def import_files(
 
     Args:
         journal: the store. It is created if it does not exist.
-        files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders that have one of these, which are
-            imported whole (`checkpoint_folders`).
+        files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders (`checkpoint_folders`).
         step: the step of a single file. ``"auto"`` takes it from each name (`step_of`). A single file without a step in
             its name gets the step after the parent's.
         parent: the REF that the new term continues from; None: no parent.
@@ -117,11 +116,7 @@ def import_files(
     paths = [Path(file) for file in files]
     base = _parent(journal, parent)
     steps = _steps([(path, _named(path, leave_out)) for path in paths], step, base)
-    total = 0
-    for number, (_, path) in enumerate(steps):
-        phase(progress, "checking", number, len(steps), "files")
-        with open_checkpoint(path, leave_out, _fresh(keys)) as opened:
-            total += opened.nbytes
+    total = _checked_nbytes(steps, leave_out, keys, progress)
     before = 0  # bytes of the files imported so far
 
     def advance(done: int, _: int) -> None:
@@ -141,6 +136,18 @@ def import_files(
             error.add_note(f"imported before the error: {', '.join(one.info.ref for one in imported)}")
         raise
     return imported
+
+
+def _checked_nbytes(
+    steps: Sequence[tuple[int, Path]], leave_out: Sequence[str], keys: KeyChoice | None, progress: Progress | None
+) -> int:
+    """Open each file once, to check it. Returns the bytes of all tensors."""
+    total = 0
+    for number, (_, path) in enumerate(steps):
+        phase(progress, "checking", number, len(steps), "files")
+        with open_checkpoint(path, leave_out, _fresh(keys)) as opened:
+            total += opened.nbytes
+    return total
 
 
 def _fresh(keys: KeyChoice | None) -> KeyChoice | None:

@@ -13,6 +13,7 @@ and ``model_states``. The second becomes the dict in its file, with the others b
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -143,7 +144,25 @@ def _universal(files: _Files) -> dict[str, Any]:
             raise UsageError(f"{entry} is no part of a universal checkpoint: --leave-out {entry.name}")
     if ranks:
         state["model_states"] = ranks
+        _reshape(state, ranks)
     return state
+
+
+def _reshape(state: dict[str, Any], ranks: Mapping[str, Any]) -> None:
+    """Give each tensor its shape: of ZeRO stage 3, the folder has the elements in one dimension."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank in ranks.values():
+        said = rank.get("param_shapes") if isinstance(rank, dict) else None
+        for group in said if isinstance(said, list) else [said]:
+            if isinstance(group, dict):
+                shapes |= {str(name): tuple(shape) for name, shape in group.items() if isinstance(shape, tuple)}
+    for name, shape in shapes.items():
+        states = state["optimizer"]["state"].get(name, {})
+        for tensors, keys in ((state["model"], [name]), (states, list(states))):
+            for key in keys:
+                flat = list(getattr(tensors.get(key), "shape", ())) == [math.prod(shape)]
+                if flat and len(shape) != 1:
+                    tensors[key] = tensors[key].reshape(shape)
 
 
 def _parameter(

@@ -15,7 +15,7 @@ from typing import IO, Any, Final
 from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats.states.registered_types import Foreign
 
-__all__ = ["KeyChoice", "Made", "Maker", "Part", "Values", "name_of", "read_inert"]
+__all__ = ["InertObject", "KeyChoice", "Maker", "Part", "Values", "name_of", "read_inert"]
 
 
 _RENAMED: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -64,7 +64,7 @@ class _Described(type):
         raise FormatError(f"a pickle sets {name!r:.80} of a class")
 
 
-class Made(metaclass=_Described):
+class InertObject(metaclass=_Described):
     """What a pickle makes by a call of a global, or an object of a class, with what the pickle puts into it."""
 
     known = ""
@@ -74,7 +74,7 @@ class Made(metaclass=_Described):
     elements: list[Any]
     pairs: list[tuple[Any, Any]]
 
-    def __new__(cls, *arguments: Any, **_more: Any) -> Made:
+    def __new__(cls, *arguments: Any, **_more: Any) -> InertObject:
         """Note the arguments."""
         made = super().__new__(cls)
         made.arguments, made.state, made.elements, made.pairs = arguments, None, [], []
@@ -108,13 +108,13 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: IO[bytes], stored: Callable[[Any], Any]) -> None:
         super().__init__(file)
         self._stored = stored
-        self._known: dict[str, type[Made]] = {}
+        self._known: dict[str, type[InertObject]] = {}
 
     def find_class(self, module: str, name: str, /) -> Any:
         """A class that stands for the global."""
         full = f"{_RENAMED.get(module, module)}.{name}"
         if full not in self._known:
-            self._known[full] = _Described(name, (Made,), {"known": full})  # type: ignore[assignment]
+            self._known[full] = _Described(name, (InertObject,), {"known": full})  # type: ignore[assignment]
         return self._known[full]
 
     def persistent_load(self, pid: Any, /) -> Any:
@@ -141,9 +141,9 @@ def read_inert(file: IO[bytes], stored: Callable[[Any], Any]) -> Any:
 
 
 class Part:
-    """One `Made` at its place in a file, for the function that makes its value."""
+    """One `InertObject` at its place in a file, for the function that makes its value."""
 
-    def __init__(self, values: Values, made: Made, path: str) -> None:
+    def __init__(self, values: Values, made: InertObject, path: str) -> None:
         self._values = values
         self._made = made
         self._path = path
@@ -175,7 +175,7 @@ class Part:
 
 
 Maker = Callable[[Part], Any]
-"""Makes the value of a `Made`. Its argument is not trusted."""
+"""Makes the value of a `InertObject`. Its argument is not trusted."""
 
 
 class Values:
@@ -200,7 +200,7 @@ class Values:
 
     def of(self, value: Any, path: str = "") -> Any:
         """The value of a part at `path`. None for one that is refused."""
-        if isinstance(value, Made):
+        if isinstance(value, InertObject):
             if id(value) not in self._made:
                 self._made[id(value)] = (value, self._object(value, path))
             return self._made[id(value)][1]
@@ -231,7 +231,7 @@ class Values:
                 made[self.of(key, below)] = self.of(value, below)
         return made
 
-    def _object(self, value: Made, path: str) -> Any:
+    def _object(self, value: InertObject, path: str) -> Any:
         name = type(value).known
         maker = self._makers.get(name)
         if maker is None and not self._choice.takes(name):
@@ -250,7 +250,7 @@ class Values:
         self.refused.setdefault(f"{self._choice.above}{path}", why)
 
 
-def _foreign(name: str, value: Made, part: Part) -> Foreign:
+def _foreign(name: str, value: InertObject, part: Part) -> Foreign:
     """An object as values: its fields by name, or the value of an enum."""
     if value.elements or not (value.state is None or type(value.state) is dict):
         raise UnsupportedStateError(f"a {name} has parts without names, so it cannot be taken as values")

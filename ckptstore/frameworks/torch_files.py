@@ -86,13 +86,13 @@ def load(path: Path, choice: KeyChoice | None = None) -> Any:
     except (UnsupportedStateError, FormatError) as error:
         if not archived or not isinstance(error.__cause__, pickle.UnpicklingError):
             raise
-        return _load_by_key(path, error, None)
+        return _load_by_key(path, error, None, choice)
 
 
-def _load_by_key(path: Path | str, refusal: CkptError, image: bytes | None) -> Any:
+def _load_by_key(path: Path | str, refusal: CkptError, image: bytes | None, choice: KeyChoice | None = None) -> Any:
     """Load what torch's unpickler refuses, if nothing in it needs code; else raise an error that names the keys."""
     try:
-        return load_keys(path, KeyChoice(), image)
+        return load_keys(path, KeyChoice() if choice is None else choice, image)
     except UnsupportedStateError as error:
         raise error from refusal.__cause__
     except (FormatError, OSError, zipfile.BadZipFile):

@@ -96,12 +96,7 @@ def command(
         raise click.UsageError("--all needs --explain")
     if out is None:
         raise click.UsageError("Missing option '--out' (or --explain, to see the plan only).")
-    if layout is not None:
-        _check_layout(out, layout, file_format, select, strip, force=force)
-    if config is not None and layout != "hf":
-        raise click.UsageError("--config is for --layout hf")
-    if file_format == "dcp":
-        _check_dcp(out, force=force)
+    _check_options(out, layout, config, file_format, select, strip, force=force)
     piped = out == "-"
     if piped:
         _check_piped(as_json, max_shard_size)
@@ -132,24 +127,29 @@ def command(
     _print_result(result, time.perf_counter() - began, as_json, piped)
 
 
-def _check_layout(
-    out: str, layout: str, file_format: str | None, select: tuple[str, ...], strip: str | None, *, force: bool
+def _check_options(
+    out: str,
+    layout: str | None,
+    config: str | None,
+    file_format: str | None,
+    select: tuple[str, ...],
+    strip: str | None,
+    *,
+    force: bool,
 ) -> None:
-    if out == "-":
-        raise click.UsageError("--layout needs a path: --out - cannot be combined with it")
-    if file_format is not None or select:
+    if config is not None and layout != "hf":
+        raise click.UsageError("--config is for --layout hf")
+    if layout is not None and (file_format is not None or select):
         raise click.UsageError("--layout says what is written: --format and --select do not go with it")
-    if strip is not None and layout != "hf":
+    if layout not in (None, "hf") and strip is not None:
         raise click.UsageError("--layout says what is written: --strip goes with hf only")
-    if force:
-        raise click.UsageError("--layout writes something new: --force does not go with it, remove PATH first")
-
-
-def _check_dcp(out: str, *, force: bool) -> None:
+    form = "--layout" if layout is not None else "--format dcp"
+    if layout is None and file_format != "dcp":
+        return
     if out == "-":
-        raise click.UsageError("--format dcp writes a folder: --out - cannot be combined with it")
+        raise click.UsageError(f"{form} needs a path: --out - cannot be combined with it")
     if force:
-        raise click.UsageError("--format dcp writes a new folder: --force does not go with it, remove the folder first")
+        raise click.UsageError(f"{form} writes something new: --force does not go with it, remove PATH first")
 
 
 def _check_piped(as_json: bool, max_shard_size: int | None) -> None:
