@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 @select_option("Only tensors that match; may be repeated.")
 @click.option(
     "--config",
-    type=click.Path(exists=True, file_okay=False),
+    type=click.Path(),
     metavar="DIR",
     help="With --layout hf: copy config.json and the tokenizer from this folder, if the checkpoint has none.",
 )
