@@ -6,7 +6,7 @@ read is verified. At most one box of a tensor is in memory; values and arrays of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -136,15 +136,13 @@ class _Reads:
         boxes = _without_empty([box for _, box in self._found.stored(name)])
         return SuppliedTensor(entry.dtype, tuple(entry.shape), boxes, lambda box: self.box(name, box))
 
-    def pieced(self, name: str, pieces: Mapping[str, Mapping[str, Any]]) -> SuppliedTensor:
-        """A tensor whose pieces are tensors of their own in the store (`integrations.dcp.stored_form`)."""
+    def pieced(self, pieces: Mapping[str, Mapping[str, Any]]) -> SuppliedTensor:
+        """A tensor whose pieces are tensors of their own in the store (`dcp_member`)."""
         places: dict[Box, str] = {}
         whole: tuple[int, ...] = ()
         dtype = ""
         for piece, said in pieces.items():
-            entry = self._found.tensors.get(piece)
-            if entry is None or piece != piece_name(name, said["offset"]):
-                raise FormatError(f"checkpoint {self._found.ref}: {ABOUT} describes {piece!r:.80}, which is not there")
+            entry = self._found.tensors[piece]
             self.tally.total += entry.nbytes
             places[Box(tuple(said["offset"]), tuple(entry.shape))] = piece
             dtype, whole = entry.dtype, tuple(said["whole"])
@@ -170,7 +168,7 @@ def _content(found: RestoreSource, torch_side: ModuleType, reads: _Reads) -> _Co
     tree = found.tree
     if not isinstance(tree, dict) or tag_of(tree) not in (None, "$odict", "$dict"):
         raise UsageError(f"checkpoint {found.ref}: a folder of DCP holds a dict, and this state is none")
-    about = _about(tree)
+    about = _about(tree, found.tensors)
     tensors = about.get("bytes", {}) | {one: True for two in about.get("pieces", {}).values() for one in two}
     in_memory = set(_inside_values(tree)) | {name for names in about.get("parts", {}).values() for name in names}
 
@@ -189,19 +187,46 @@ def _content(found: RestoreSource, torch_side: ModuleType, reads: _Reads) -> _Co
         return _Content({name: _without_foreign(name, one, converted) for name, one in flat.items()}, paths, converted)
     flat = {name: one for name, one in state.items() if name != ABOUT and name not in tensors}
     flat |= {name: SuppliedBytes(partial(reads.raw, name)) for name in about.get("bytes", {})}
-    flat |= {name: reads.pieced(name, pieces) for name, pieces in about.get("pieces", {}).items()}
+    flat |= {name: reads.pieced(pieces) for name, pieces in about.get("pieces", {}).items()}
     paths = {name: tuple(path) for name, path in about.get("planner", {}).items()}
     return _Content({name: _without_foreign(name, one, converted) for name, one in flat.items()}, paths, converted)
 
 
-def _about(tree: dict[str, Any]) -> dict[str, Any]:
-    """What a save through DCP says of itself; empty: it was another save."""
+def _about(tree: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """What a save through DCP says of itself (`dcp_member`); empty: it was another save. Raises `FormatError`."""
     if ABOUT not in tree:
         return {}
     about = unflatten(tree[ABOUT], lambda name, _: name)
     if not isinstance(about, dict) or not all(isinstance(one, dict) for one in about.values()):
-        raise FormatError(f"{ABOUT} is not what a save through torch.distributed.checkpoint has")
+        raise _made_up("it is no dict of dicts")
+    pieces = about.get("pieces", {})
+    names = [*about.get("bytes", {})]
+    for name, found in pieces.items():
+        if not isinstance(found, dict) or not found or not all(map(_is_place, found.values())):
+            raise _made_up(f"the pieces of {name!r:.80} are {found!r:.80}")
+        if [piece_name(name, said["offset"]) for said in found.values()] != list(found):
+            raise _made_up(f"the pieces of {name!r:.80} have other names than their places")
+        names += found
+    for found in about.get("parts", {}).values():
+        names += found if isinstance(found, list) else [found]
+    if missing := [name for name in names if name not in tensors]:
+        raise _made_up(f"it names the tensor {missing[0]!r:.80}, which is not there")
+    for name, path in about.get("planner", {}).items():
+        if not isinstance(path, list) or not path or not all(type(key) in (str, int) for key in path):
+            raise _made_up(f"the path of {name!r:.80} is {path!r:.80}")
     return about
+
+
+def _is_place(said: Any) -> bool:
+    """Whether it says where a piece is: offset and whole shape."""
+    if not isinstance(said, dict) or said.keys() != {"offset", "whole"}:
+        return False
+    numbers = [one for two in said.values() for one in (two if isinstance(two, list) else [None])]
+    return all(type(one) is int and one >= 0 for one in numbers)
+
+
+def _made_up(why: str) -> FormatError:
+    return FormatError(f"{ABOUT} is not what a save through torch.distributed.checkpoint has: {why}")
 
 
 def _inside_values(tree: Any, inside: bool = False) -> Iterator[str]:

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 from collections import OrderedDict, deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import ckptstore
-from ckptstore.errors import CkptError, TensorNotFoundError, UnsupportedStateError, UsageError
+from ckptstore.errors import CkptError, FormatError, TensorNotFoundError, UnsupportedStateError, UsageError
 from tests.exchange.test_dcp_folders import state
 from tests.store.states import same
 
@@ -106,18 +106,25 @@ def test_a_folder_that_torch_wrote_comes_back_the_same(tmp_path: Path) -> None:
     same(loaded(tmp_path / "out", saved), saved)
 
 
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
 @dataclasses.dataclass
 class Config:
     width: int
 
 
 def test_objects_that_only_their_class_makes_become_their_parts(tmp_path: Path) -> None:
-    store = stored(tmp_path, {"w": torch.ones(2), "inner": {"config": Config(3)}})
+    store = stored(tmp_path, {"w": torch.ones(2), "inner": {"config": Config(3)}, "points": [Point(1, 2)]})
     result = store.export(1, tmp_path / "out", format="dcp")
-    assert result.converted == ("inner.config",)
-    found: dict[str, Any] = {"w": torch.zeros(2), "inner": {"config": None}}
+    assert result.converted == ("inner.config", "points")
+    found: dict[str, Any] = {"w": torch.zeros(2), "inner": {"config": None}, "points": None}
     dcp.load(found, storage_reader=FileSystemReader(tmp_path / "out"))
     assert found["inner"]["config"] == {"width": 3}
+    assert found["points"] == [(1, 2)]
+    assert type(found["points"][0]) is tuple
 
 
 def test_tensors_inside_objects_are_written_with_them(tmp_path: Path) -> None:
@@ -166,6 +173,25 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedStateError, match=r"joins keys by dots: .*a\.b"):
         store.export(4, tmp_path / "out", format="dcp")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"planner": {"w": ["w"]}, "bytes": {"none": True}, "parts": {}, "pieces": {}},
+        {"planner": {"w": 3}, "bytes": {}, "parts": {}, "pieces": {}},
+        {"planner": {}, "bytes": {}, "parts": {}, "pieces": {"v": {"w": {"offset": [0], "whole": [3]}}}},
+        {"planner": {}, "bytes": {}, "parts": {}, "pieces": {"v": {}}},
+        {"planner": {}, "bytes": {}, "parts": {"v": ["none"]}, "pieces": {}},
+        {"planner": {}, "bytes": [], "parts": {}, "pieces": {}},
+        [1],
+    ],
+)
+def test_a_store_whose_description_is_made_up(tmp_path: Path, about: Any) -> None:
+    store = stored(tmp_path, {"w": torch.ones(3), "ckptstore.dcp": about})
+    with pytest.raises(FormatError, match=r"ckptstore\.dcp"):
+        store.export(1, tmp_path / "out", format="dcp")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_damage_is_found_and_nothing_appears(tmp_path: Path) -> None:

@@ -334,6 +334,28 @@ def exported(folder: Path) -> None:
         assert torch.equal(placed["pieced"][first : first + rows], shard.tensor)
 
 
+def returned(folder: Path) -> None:
+    """A folder that torch's own writer made, imported and exported: model, optimizer and the next loss are the same."""
+    script = Script()
+    script.train(1)
+    script.train(2)
+    dcp.save(script.state(), checkpoint_id=folder / "step-2")
+    if dist.get_rank() == 0:
+        store = ckptstore.open(folder / "returning")
+        store.import_files([folder / "step-2"])
+        store.export(2, folder / "returned", format="dcp")
+    dist.barrier()
+    other = Script()
+    other.train(9)
+    found = other.state()
+    dcp.load(found, storage_reader=dcp.FileSystemReader(folder / "returned"))
+    same(found, script.state())
+    other.load(found)
+    script.train(3)
+    other.train(3)
+    assert script.loss == other.loss
+
+
 def consolidated(folder: Path) -> None:
     """A model of transformers in shards, saved by the ranks through DCP."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -366,6 +388,7 @@ def main() -> None:
         pieces,
         grown,
         exported,
+        returned,
         consolidated,
     )
     scenarios: dict[str, Callable[[Path], None]] = {one.__name__: one for one in listed}

@@ -295,7 +295,7 @@ def test_a_folder_that_ranks_wrote_is_imported(tmp_path: Path, warm: Warm) -> No
 
 
 def test_checkpoints_of_ranks_are_exported_as_folders(tmp_path: Path, warm: Warm) -> None:
-    run(warm, tmp_path, 2, "exported")
+    run(warm, tmp_path, 2, "exported", "returned")
 
 
 def test_a_sharded_model_becomes_a_folder_for_from_pretrained(tmp_path: Path, warm: Warm) -> None:
