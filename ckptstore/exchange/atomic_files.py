@@ -271,7 +271,8 @@ def output_folder(path: Path) -> Iterator[OutputFolder]:
     except OSError as error:
         if isinstance(error, CkptError):
             raise
-        raise StorageError(error.errno, error.strerror, error.filename) from error
+        inside = error.filename is None or str(error.filename).startswith(str(folder.temporary))
+        raise StorageError(error.errno, error.strerror, str(path) if inside else error.filename) from error
     finally:
         shutil.rmtree(folder.temporary, ignore_errors=True)
 

@@ -6,6 +6,7 @@ the data of an item when the writer asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import warnings
@@ -86,8 +87,23 @@ def write_folder(folder: Path, flat: Mapping[str, Any], paths: Paths, limit: int
         planner.set_up_planner({}, None, True)
         plans, metadata = planner.create_global_plan([writer.prepare_local_plan(plan) for plan in plans])
         plans = writer.prepare_global_plan(plans)
-        results = [writer.write_data(planner.finish_plan(plan), planner).wait() for plan in plans]
-        writer.finish(metadata, results)
+        with _system_errors():
+            results = [writer.write_data(planner.finish_plan(plan), planner).wait() for plan in plans]
+            writer.finish(metadata, results)
+
+
+@contextlib.contextmanager
+def _system_errors() -> Iterator[None]:
+    """Raise the system's error where torch raises another one: it closes its archive, which it could not write."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = error.__context__
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__context__
+        if reason is None:
+            raise
+        raise reason from error
 
 
 class _Planner(DefaultSavePlanner):

@@ -26,6 +26,7 @@ from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.frameworks.inert_pickles import KeyChoice, Maker, Part, Values, read_inert
 from ckptstore.frameworks.pickled_arrays import ALLOWED
 from ckptstore.frameworks.pickled_objects import ALLOWED_OBJECTS
+from ckptstore.frameworks.torch_objects import SPARSE
 
 __all__ = ["load_keys"]
 
@@ -47,6 +48,7 @@ _STORAGES: Final = MappingProxyType(
         "ComplexDoubleStorage": torch.complex128,
     }
 )
+_LAYOUTS: Final = MappingProxyType({str(layout): layout for layout in SPARSE})
 _FACTORIES: Final[Mapping[str, Any]] = MappingProxyType(
     {
         **{
@@ -167,7 +169,7 @@ def _alone(name: str) -> Any:
     if name == "numpy.ndarray":  # an argument of numpy's own function for a new array
         return np.ndarray
     found = vars(torch).get(last) if module == "torch" else None  # getattr would import modules of some names
-    return found if isinstance(found, torch.dtype | torch.layout) else _FACTORIES[name]
+    return found if isinstance(found, torch.dtype) else _FACTORIES[name]
 
 
 # what calls make
@@ -187,6 +189,7 @@ def _makers(archive: _Archive) -> Mapping[str, Maker]:
         "torch._utils._rebuild_tensor_v2": tensor,
         "torch._utils._rebuild_tensor_v3": typed,
         "torch._utils._rebuild_parameter": lambda part: _dense(part.arguments[0]),
+        "torch._utils._rebuild_sparse_tensor": _sparse,
     }
 
 
@@ -208,6 +211,18 @@ def _tensor(archive: _Archive, stored: Any, offset: Any, size: Any, stride: Any)
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**62
+
+
+def _sparse(part: Part) -> torch.Tensor:
+    """The call ``_rebuild_sparse_tensor(layout, parts)``."""
+    layout, parts = part.arguments
+    if layout is torch.sparse_coo:
+        indices, elements, size, *coalesced = parts
+        made = torch.sparse_coo_tensor(_dense(indices), _dense(elements), size, check_invariants=True)
+        return made.coalesce() if coalesced == [True] else made
+    outer, inner, elements, size = parts
+    args = (_dense(outer), _dense(inner), _dense(elements), size)
+    return torch.sparse_compressed_tensor(*args, layout=layout, check_invariants=True)
 
 
 def _dense(value: Any) -> torch.Tensor:
@@ -292,6 +307,7 @@ _MAKERS: Final[Mapping[str, Maker]] = MappingProxyType(
         "builtins.set": _elements(set),
         "builtins.complex": _elements(complex),
         "builtins.bytearray": _elements(bytearray),
+        "torch.serialization._get_layout": lambda part: _LAYOUTS[part.arguments[0]],
         "torch.Size": _elements(torch.Size),
         "torch.device": _elements(torch.device),
     }

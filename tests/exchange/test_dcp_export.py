@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import resource
 from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import ckptstore
-from ckptstore.errors import CkptError, FormatError, TensorNotFoundError, UnsupportedStateError, UsageError
+from ckptstore.errors import (
+    CkptError,
+    FormatError,
+    StorageError,
+    TensorNotFoundError,
+    UnsupportedStateError,
+    UsageError,
+)
 from tests.exchange.test_dcp_folders import state
 from tests.store.states import same
 
@@ -192,6 +200,20 @@ def test_a_store_whose_description_is_made_up(tmp_path: Path, about: Any) -> Non
     with pytest.raises(FormatError, match=r"ckptstore\.dcp"):
         store.export(1, tmp_path / "out", format="dcp")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files, which the system reports as it reports a full disk: by the write that fails."""
+    store = stored(tmp_path, {"w": torch.arange(100_000.0)})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        with pytest.raises(StorageError):
+            store.export(1, tmp_path / "out", format="dcp")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    store.export(1, tmp_path / "out", format="dcp")
 
 
 def test_damage_is_found_and_nothing_appears(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ import ckptstore
 from ckptstore.errors import CkptError, FormatError, UnsupportedStateError, UsageError
 from tests.store.states import same
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
+
 
 class Color(enum.Enum):
     RED = "red"
@@ -157,6 +159,15 @@ def test_what_has_no_values_is_refused_by_its_key(tmp_path: Path, value: Any) ->
         imported(path)
     found, _ = imported(path, leave_out_keys=["in.0.x"])
     assert found["in"] == [{}]
+
+
+def test_sparse_tensors(tmp_path: Path) -> None:
+    dense = torch.eye(3) * 2
+    state = {"coo": dense.to_sparse(), "csr": dense.to_sparse_csr(), "x": Plain()}
+    found, _ = imported(saved(tmp_path / "a.pt", state), leave_out_keys=["x"])
+    for name, one in found.items():
+        assert one.layout == state[name].layout
+        assert torch.equal(one.to_dense(), dense)
 
 
 class Attack:

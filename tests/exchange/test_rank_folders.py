@@ -12,6 +12,8 @@ import dataclasses
 import enum
 import json
 import pickle
+import sys
+import types
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 import ckptstore
 from ckptstore.errors import FormatError, StorageError, UnsupportedStateError, UsageError
@@ -224,7 +228,7 @@ def test_megatrons_parts_of_several_ranks_are_refused(tmp_path: Path) -> None:
         imported(tmp_path / "iter_0000100")
 
 
-def test_megatrons_torch_dist(tmp_path: Path) -> None:
+def test_megatrons_torch_dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of DCP with ``common.pt``, ``metadata.json``, and members that Megatron-LM adds to the description."""
     folder = tmp_path / "iter_0000200"
     sharded = {"decoder.weight": torch.randn(6, 4), "optimizer.state.exp_avg.decoder.weight": torch.randn(6, 4)}
@@ -237,8 +241,17 @@ def test_megatrons_torch_dist(tmp_path: Path) -> None:
     described = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - written above
     described.planner_data = None
     described.mcore_data = {"decoder.weight": {"nd_reformulated_orig_global_shape": (6, 4)}}
-    described.all_local_plans = []
-    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    described.all_local_plans = [SavePlan([WriteItem(MetadataIndex("x"), WriteItemType.BYTE_IO)])]
+    ours = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    for name in ("MCoreMetadata", "MCoreSavePlan"):
+        setattr(ours, name, type(name, (), {"__module__": ours.__name__}))
+    described.of_megatron = [ours.MCoreMetadata(), ours.MCoreSavePlan()]
+    with monkeypatch.context() as patched:  # pickle looks the classes up
+        for module in (ours.__name__, "megatron"):
+            patched.setitem(sys.modules, module, ours)
+        image = pickle.dumps(described)
+    assert b"MCoreSavePlan" in image
+    (folder / ".metadata").write_bytes(image)
     found, one = imported(folder)
     assert one.info.step == 200
     assert one.left_out == ("metadata.json",)
