@@ -1,7 +1,7 @@
 """Export a checkpoint as a folder that ``torch.distributed.checkpoint.load`` reads.
 
 Tensors that are stored in shards are written as shards: a rank that loads its part reads no other. Every byte that is
-read is verified. At most one box of a tensor is in memory; values and arrays of numpy all are.
+read is verified. The tensors of one file are in memory at a time; values and arrays of numpy all are.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 __all__ = ["export_dcp"]
 
-_FILE_BYTES: Final = 5_000_000_000
-"""Bytes of tensors in a file, unless the caller says it."""
+_FILE_BYTES: Final = 500_000_000
+"""Bytes of tensors in a file, unless the caller says it. torch's writer keeps the tensors of a file until it is
+complete, so that much is in memory."""
 
 
 def export_dcp(
@@ -57,7 +58,7 @@ def export_dcp(
         ref: the checkpoint.
         out: the folder. It must not exist.
         select: as for `export`; names are those that DCP gives.
-        max_shard_bytes: bytes of tensors in one file.
+        max_shard_bytes: bytes of tensors in one file, and so in memory.
         progress: called with the number of tensor bytes written.
 
     Raises:

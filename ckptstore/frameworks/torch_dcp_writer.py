@@ -1,4 +1,4 @@
-"""Write a folder of ``torch.distributed.checkpoint`` with torch's own planner and writer, one box in memory at a time.
+"""Write a folder of ``torch.distributed.checkpoint`` with torch's own planner and writer, one file in memory at a time.
 
 torch's `FileSystemWriter` makes all files, also the ``.metadata``. This module only plans what it writes, and supplies
 the data of an item when the writer asks for it.
@@ -71,7 +71,7 @@ def write_folder(folder: Path, flat: Mapping[str, Any], paths: Paths, limit: int
         flat: DCP's name -> `SuppliedTensor`, `SuppliedBytes`, a tensor in memory, or another value, which is pickled as
             ``dcp.save`` does.
         paths: for the description.
-        limit: bytes of tensors in one file; a larger box gets its own.
+        limit: bytes of tensors in one file, which torch keeps in memory until then. A larger box gets its own.
 
     Raises:
         UnsupportedStateError: a value cannot be pickled, or a tensor is not dense.
