@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
     from ckptstore.restore.restore_source import RestoreSource
 
-__all__ = ["LAYOUTS", "Layout", "ModelOptions", "export_layout"]
+__all__ = ["LAYOUTS", "Layout", "ModelOptions", "export_layout", "model_files"]
 
 Layout = Literal["hf", "hf-trainer", "lightning"]
 LAYOUTS: Final[tuple[Layout, ...]] = ("hf", "hf-trainer", "lightning")
@@ -124,6 +124,18 @@ def export_layout(
     return replace(result, paths=tuple(out / path.name for path in result.paths), index=index)
 
 
+def model_files(found: RestoreSource) -> dict[str, bytes]:
+    """The configuration and the tokenizer that a checkpoint holds: name of a file -> its bytes. Empty: it holds none.
+
+    Raises `FormatError`: a name is no name of a file.
+    """
+    try:
+        files = _Contents(found, "hf", ModelOptions()).files
+    except UsageError:  # no Trainer saved it, and no folder of one was imported
+        return {}
+    return files
+
+
 class _Contents:
     """What a layout takes from a checkpoint, besides the weights."""
 
@@ -164,13 +176,21 @@ class _Contents:
                 "--format dcp`, load it and save it again"
             )
 
-    def write(self, folder: Path) -> None:
-        """Write it. Raises `StorageError`."""
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Name of a file that was saved byte by byte -> its bytes. Raises `FormatError`: one is no name of a file."""
+        found: dict[str, bytes] = {}
         for name, data in self._files.items():
             if Path(name).name != name or name in ("", ".", ".."):
                 raise FormatError(f"checkpoint {self._found.ref}: {name!r:.80} is no name of a file")
             if self._whole or name not in _OF_TRAINER:
-                write_plain(folder / name, np.asarray(data, np.uint8).tobytes())
+                found[name] = np.asarray(data, np.uint8).tobytes()
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Write it. Raises `StorageError`."""
+        for name, data in self.files.items():
+            write_plain(folder / name, data)
         if not self._whole:
             return
         for part in _PARTS:
