@@ -260,6 +260,8 @@ NOT_RUN_LINES = {
     "bisect": "needs a script, or values that go bad once; tests/cli/test_bisect.py",
     "import runs/gpt": "steps that are above this store's newest; tests/cli/test_import.py",
     "tune wasted-time --from": "needs diffs in the store; tests/cli/test_tune.py",
+    "restore runs/net --layout lightning": "a run of Lightning; tests/integrations/test_lightning_files.py",
+    "import runs/net": "a file of Lightning's; tests/integrations/test_lightning_files.py",
     "restore runs/gpt --layout hf": "needs a Trainer's configuration; tests/integrations/test_huggingface.py",
     "doctor": "measures for seconds; tests/doctor",
     "analyze runs/gpt": "a report takes seconds; tests/analysis/test_analysis_report.py",

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa:
 from torch.distributed.checkpoint.utils import CheckpointException  # noqa: E402
 
 import ckptstore  # noqa: E402
-from ckptstore import UsageError  # noqa: E402
 from ckptstore.backends.store_names import canonical  # noqa: E402
+from ckptstore.errors import UsageError  # noqa: E402
 from ckptstore.integrations.dcp import CkptstoreReader, CkptstoreWriter  # noqa: E402
 from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of  # noqa: E402
 from ckptstore.integrations.dcp.save_turns import SaveTurns, turns_of  # noqa: E402
@@ -368,6 +368,32 @@ def test_a_folder_that_ranks_wrote_is_imported(tmp_path: Path, warm: Warm) -> No
         assert torch.equal(found[name], whole), name
     assert torch.equal(found["one"], torch.ones(3))
     assert found["n"] == 5
+
+
+def test_checkpoints_of_ranks_are_exported_as_folders(tmp_path: Path, warm: Warm) -> None:
+    run(warm, tmp_path, 2, "exported", "returned")
+
+
+def test_a_sharded_model_becomes_a_folder_for_from_pretrained(tmp_path: Path, warm: Warm) -> None:
+    transformers = pytest.importorskip("transformers")
+    run(warm, tmp_path, 2, "consolidated")
+    imported = ckptstore.open(tmp_path / "imported")
+    imported.import_files([tmp_path / "hf-1"])
+    weights = torch.load(tmp_path / "pretrained.pt")
+    for number, store in enumerate((ckptstore.open(tmp_path / "hf"), imported)):
+        with pytest.raises(UsageError, match="--config FOLDER"):
+            store.export_folder("latest", tmp_path / "no", "hf")
+        out = tmp_path / f"exported-{number}"
+        result = store.export_folder("latest", out, "hf", config=tmp_path / "pretrained", max_shard_bytes=40_000)
+        assert len(result.paths) > 1
+        assert result.index == out / "model.safetensors.index.json"
+        assert (out / "generation_config.json").is_file()
+        found, said = transformers.GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
+        assert not said["missing_keys"], said
+        assert not said["unexpected_keys"], said
+        assert not said["mismatched_keys"], said
+        assert all(torch.equal(one, weights[name]) for name, one in found.state_dict().items())
+    assert not (tmp_path / "no").exists()
 
 
 def test_ranks_save_asynchronously(tmp_path: Path, warm: Warm) -> None:

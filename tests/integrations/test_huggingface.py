@@ -154,7 +154,7 @@ def test_from_pretrained_loads_the_layout(tmp_path: Path) -> None:
     expected = trainer.model.state_dict()
     assert model.state_dict().keys() == expected.keys()
     assert all(torch.equal(one, expected[name]) for name, one in model.state_dict().items())
-    with pytest.raises(UsageError, match="exists: a layout is written into a new folder"):
+    with pytest.raises(UsageError, match="exists: it is written as a new folder"):
         ckptstore.open(tmp_path / "run").export_folder("latest", tmp_path / "exported", "hf")
 
 

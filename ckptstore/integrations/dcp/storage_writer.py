@@ -32,9 +32,10 @@ from torch.futures import Future
 import ckptstore
 from ckptstore.backends.store_names import canonical
 from ckptstore.errors import CkptError, UsageError, WriterError
+from ckptstore.formats.states.dcp_member import ABOUT, piece_name
 from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, names_store, place_of
 from ckptstore.integrations.dcp.save_turns import SaveTurn, turns_of
-from ckptstore.integrations.dcp.stored_form import ABOUT, as_bytes, piece_name, planner_form, tensors_in
+from ckptstore.integrations.dcp.stored_form import as_bytes, planner_form, tensors_in
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.writer import Writer
 
