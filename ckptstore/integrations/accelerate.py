@@ -132,17 +132,16 @@ class AcceleratedCheckpointer(Checkpointer):
 
         So call it in every iteration, after ``optimizer.step()``; `steps_done` counts optimizer steps.
         """
+        self._check_open()
         if not self._accelerator.sync_gradients:
-            self._check_open()
             return None
         self._check_loader()
         return super().step(metrics, tags=tags, save=save)
 
     def _check_loader(self) -> None:
-        """Warn, once, if the batches come from a prepared loader that was not passed."""
+        """Warn, once, if no loader was passed, and the batches come from a prepared one."""
         active = self._accelerator.gradient_state.active_dataloader
-        own = self.loader.loader if isinstance(self.loader, CountedBatches) else None
-        if self._said_loader or active is None or active is own:
+        if self._said_loader or self.loader is not None or active is None:
             return
         self._said_loader = True
         warn(

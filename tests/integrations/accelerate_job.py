@@ -50,6 +50,13 @@ CASES: dict[str, dict[str, Any]] = {
     "whole": {"samples": 40, "accumulate": 1},
     "drop-last": {"drop_last": True, "stateful": True, "generator": True},
     "gradient": {"strategy": "gradient"},
+    "killed": {"strategy": "gradient", "samples": 80},
+    "killed-workers": {"strategy": "gradient", "samples": 80, "workers": 2},
+    "ranks": {"samples": 78},
+    "ranks-seedable": {"samples": 78, "seedable": True},
+    "ranks-dispatcher": {"samples": 78, "dispatch": True, "stateful": True},
+    "ranks-stateful": {"samples": 78, "stateful": True, "strategy": "gradient"},
+    "ranks-stateful-workers": {"samples": 78, "stateful": True, "workers": 2, "generator": True},
 }
 
 
@@ -175,7 +182,8 @@ def train(store: Any, losses: Path, *, stop: int = -1, dies: int = -1, **case: A
                 average.value = 0.9 * average.value + 0.1 * loss.item()
                 rate = optimizer.param_groups[0]["lr"]
                 words = [epoch, number, loss.item().hex(), average.value.hex(), rate.hex()]
-                with losses.open("a") as file:
+                name = f"{losses.name}{accelerator.process_index}" if accelerator.num_processes > 1 else losses.name
+                with losses.with_name(name).open("a") as file:
                     file.write(" ".join(map(str, words)) + "\n")
                 saved.step(metrics={"loss": loss})
                 seen += 1
@@ -190,8 +198,13 @@ def main(store: str, losses: str, case: str, *options: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "the random generators of the loader's", DeterminismWarning)
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+    warnings.filterwarnings("ignore", "OMP_NUM_THREADS", UserWarning)
     more = {name: int(value) for name, _, value in (one.partition("=") for one in options)}
-    train(None if store == "-" else store, Path(losses), **CASES[case], **more)
+    with contextlib.suppress(StoppedError):
+        train(None if store == "-" else store, Path(losses), **CASES[case], **more)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
