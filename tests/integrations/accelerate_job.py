@@ -124,7 +124,7 @@ def lines_of(path: Path) -> list[str]:
 
 def prepared(case: dict[str, Any]) -> tuple[Accelerator, list[Any]]:
     """A script's objects, prepared: model, optimizer, loader, schedule."""
-    torch.manual_seed(3)
+    torch.manual_seed(case.get("seed", 3))
     # None: a stream is dispatched by default
     dispatch = case.get("dispatch", False if not case.get("stream") else None)
     loading = DataLoaderConfiguration(

@@ -87,6 +87,15 @@ def test_a_run_that_ends_anywhere_continues_bit_for_bit(tmp_path: Path, case: st
     assert store.load()["extra"]["custom_checkpoint_0"]["value"].hex() == wanted[-1].split()[3]
 
 
+@pytest.mark.parametrize("case", ["seedable", "shard"])
+def test_the_seed_is_that_of_the_checkpoint(tmp_path: Path, case: str) -> None:
+    train(tmp_path / "whole", tmp_path / "wanted", **CASES[case])
+    for seed, stop in ((3, 3), (4, 9), (5, -1)):
+        with suppress(StoppedError):
+            train(tmp_path / "run", tmp_path / "losses", stop=stop, seed=seed, **CASES[case])
+    same(lines_of(tmp_path / "losses"), lines_of(tmp_path / "wanted"))
+
+
 @pytest.mark.parametrize("case", ["shard", "seedable", "dispatcher", pytest.param("persistent", marks=long_only)])
 def test_the_checkpointer_changes_nothing_in_a_run(tmp_path: Path, case: str) -> None:
     train(None, tmp_path / "alone", **CASES[case])
@@ -241,6 +250,20 @@ def test_an_epoch_that_the_script_sets_wrongly_is_put_right(tmp_path: Path) -> N
         with pytest.warns(DeterminismWarning, match="set to 0, but the checkpoint is in the middle of epoch 1"):
             next(iter(saved.loader))
         assert saved.loader.iteration == 1
+
+
+@pytest.mark.parametrize(("stop", "first"), [(11, (1, 1)), (5, (0, 1))])
+def test_a_loader_that_changed_after_an_epochs_last_batch(tmp_path: Path, stop: int, first: tuple[int, int]) -> None:
+    """The next epoch begins. In the middle of an epoch that starts again, because its order is another one."""
+    with suppress(StoppedError):
+        train(tmp_path / "run", tmp_path / "losses", stop=stop)
+    accelerator, prepared_objects = prepared({"samples": 30})
+    with checkpointer(accelerator, tmp_path / "run", *prepared_objects) as saved:
+        with pytest.warns(DeterminismWarning, match="the dataset had 42 samples, and has 30 now") as caught:
+            saved.resume(parts=["model", "optimizer", "scheduler", "loader", "random"])
+        assert any("another epoch begins with that" in str(one.message) for one in caught) == (first[0] == 1)
+        next(iter(saved.loader))
+        assert (saved.loader.iteration, saved.loader.given) == first
 
 
 def test_a_loader_that_was_not_passed_is_reported(tmp_path: Path) -> None:

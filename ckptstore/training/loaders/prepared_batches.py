@@ -22,7 +22,15 @@ from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training import rng
 from ckptstore.training.loaders import loader_facts
 from ckptstore.training.loaders.counted_batches import CountedBatches
-from ckptstore.training.loaders.loader_plans import LoaderPlan, is_stateful, keeps_iterator, keeps_state
+from ckptstore.training.loaders.loader_facts import Difference
+from ckptstore.training.loaders.loader_plans import (
+    LoaderPlan,
+    is_stateful,
+    keeps_iterator,
+    keeps_state,
+    plan_loader,
+    read,
+)
 from ckptstore.training.loaders.rest_of_epoch import RestOfEpoch
 
 __all__ = ["PreparedBatches", "is_prepared"]
@@ -72,9 +80,13 @@ class PreparedBatches(CountedBatches):
         state["ahead"] = self._ahead if self._drew else None
         return state
 
+    def compare(self, state: Any) -> list[Difference]:
+        """As `CountedBatches.compare`."""
+        return super().compare(self._read(state))
+
     def load_state_dict(self, state: Any) -> None:
         """Continue from there: the next iteration yields the rest of the epoch. Raises as `CountedBatches`."""
-        super().load_state_dict(state)
+        super().load_state_dict(self._read(state))
         saved = self._sent
         assert saved is not None
         self._untouched_base = self._settled = self._late = False
@@ -84,6 +96,14 @@ class PreparedBatches(CountedBatches):
         sampler = loader_facts.sampler_of(self.loader)
         if isinstance(saved.get("seed"), int) and hasattr(sampler, "initial_seed"):
             sampler.initial_seed = saved["seed"]
+
+    def _read(self, state: Any) -> Mapping[str, Any]:
+        """The state; if the loader has changed since an epoch's last batch was yielded, that of the next epoch."""
+        saved = read(state)
+        if not saved.get("ended") or not plan_loader(self.loader, saved, self._made_with).differences:
+            return saved
+        # Prevents: an epoch that is over, and starts again with other batches.
+        return {**saved, "ended": False, "finished": True, "iteration": saved["iteration"] + 1}
 
     def _ask(self, saved: Mapping[str, Any], plan: LoaderPlan) -> tuple[LoaderPlan, frozenset[str]]:
         if not _is_over(saved, plan) or keeps_state(self.loader):
