@@ -55,7 +55,6 @@ REST: Final = (
     "tests/training/test_warnings_as_errors.py",
     "tests/write/test_warnings_as_errors.py",
     # Interpreters that compile kernels, and an older version of this package.
-    "tests/formats/test_kernel_cache.py",
     "tests/maintenance/test_wrong_compiled_kernels.py",
     "tests/store/test_frozen_version.py",
     # Measured memory of processes, and states of more than a hundred megabytes.

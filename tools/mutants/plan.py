@@ -30,7 +30,6 @@ _LOG: Final = _some("log", "log_edges", "lost_slots", "replaced", "fold_writer",
 _STORE: Final = _some("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
 
 CONCERNED: Final[Mapping[str, Sequence[str]]] = {
-    "formats/kernel_cache.py": (f"{_FORMATS}kernel_cache.py",),
     "formats/history/catalog.py": (
         f"{_FORMATS}catalog.py",
         *_some("lost_slots", "damaged_log"),
