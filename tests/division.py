@@ -19,6 +19,7 @@ REST: Final = (
     "tests/agent/test_agent_docs.py",
     "tests/cli/test_operations_docs.py",
     "tests/following/test_docs.py",
+    "tests/following/test_publish_docs.py",
     "tests/maintenance/test_retention_docs.py",
     "tests/store/test_shim_example.py",
     "tests/training/test_checkpointer_docs.py",
@@ -26,6 +27,7 @@ REST: Final = (
     "tests/training/test_layerwise_docs.py",
     # Samples of kills at every crash point.
     "tests/backends/test_fsspec_kills.py",
+    "tests/following/test_publish_kills.py",
     "tests/maintenance/test_compact_kills.py",
     "tests/maintenance/test_prune_kills.py",
     "tests/maintenance/test_upkeep_kills.py",

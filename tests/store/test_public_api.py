@@ -96,6 +96,8 @@ EXPECTED = [
     "Probe",
     "Progress",
     "Pruned",
+    "Published",
+    "Publisher",
     "RankError",
     "RankMismatchError",
     "RankOptions",
