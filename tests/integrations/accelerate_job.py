@@ -135,6 +135,7 @@ def prepared(case: dict[str, Any]) -> tuple[Accelerator, list[Any]]:
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=case.get("accumulate", 2), dataloader_config=loading
     )
+    accelerator.sync_gradients = True  # it is the process's, and a run may have been stopped while it was False
     hidden = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.2), torch.nn.ReLU()]
     model = torch.nn.Sequential(*hidden, torch.nn.Linear(16, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -194,8 +194,10 @@ def test_a_checkpointer_takes_prepared_objects_itself(tmp_path: Path) -> None:
     assert found == [line.split()[2] for line in lines_of(tmp_path / "alone")][:8]
 
 
+@pytest.mark.filterwarnings("ignore:the accelerator is in a DataLoader:ckptstore.DeterminismWarning")  # of another test
 def test_the_scaler_is_saved_and_a_skipped_step_too(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1)
+    accelerator.sync_gradients = True  # it is the process's
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model = torch.nn.Linear(4, 4)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
