@@ -448,6 +448,37 @@ def first_terminated(folder: Path) -> None:
     terminated(folder, victim=0)
 
 
+SAMPLES = 96
+ENDS = {0: 4, 4: 10, 10: 15}
+"""The step at which a life of `loaded` begins -> where it is killed: 4 and 2 ranks with 2 samples in a batch; the last
+one ends the epoch."""
+
+
+def loaded(folder: Path) -> None:
+    """A life of a run that reads a shuffled epoch with a `DistributedSampler`; but for the last one SIGKILL ends it."""
+    script, rank = Script(), dist.get_rank()
+    data = torch.arange(SAMPLES)
+    sampler: Any = torch.utils.data.DistributedSampler(data, seed=7)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+    parts = {"model": script.model, "optimizer": script.optimizer, "scheduler": script.scheduler, "loader": loader}
+    warnings.simplefilter("ignore", DeterminismWarning)  # of other ranks: the generators are those of other ranks
+    with Checkpointer(folder / "loaded", **parts, strategy="gradient", rank_timeout=60.0) as checkpointer:
+        until = ENDS[checkpointer.resume()]
+        for batch in checkpointer.loader:
+            nn.functional.cross_entropy(script.model(batch % 13), batch % 13).backward()
+            script.optimizer.step()
+            script.scheduler.step()
+            script.optimizer.zero_grad()
+            with (folder / f"samples-{rank}").open("a") as file:
+                file.write("".join(f"{one}\n" for one in batch.tolist()))
+            checkpointer.step()
+            if checkpointer.steps_done == until < max(ENDS.values()):
+                checkpointer.wait()
+                dist.barrier()  # the step is durable on all ranks
+                os.kill(os.getpid(), signal.SIGKILL)
+        assert checkpointer.steps_done == until
+
+
 SCENARIOS: dict[str, Callable[[Path], None]] = {
     one.__name__: one
     for one in (
@@ -465,6 +496,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         signalled,
         terminated,
         first_terminated,
+        loaded,
     )
 }
 

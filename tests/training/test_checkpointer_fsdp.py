@@ -78,6 +78,19 @@ def test_tensor_parallel_ranks_whose_shards_are_cut_again(tmp_path: Path, warm: 
     run(warm, tmp_path, 4, "tensor_parallel")
 
 
+@long_only
+def test_every_sample_of_an_epoch_comes_once_on_four_two_and_four_ranks(tmp_path: Path, warm: Warm) -> None:
+    for size, dies in ((4, True), (2, True), (4, False)):
+        run(warm, tmp_path, size, "loaded", expected=(-signal.SIGKILL if dies else 0,) * size)
+    found = [int(line) for one in tmp_path.glob("samples-*") for line in one.read_text().split()]
+    assert sorted(found) == list(range(fsdp_job.SAMPLES))
+    store = ckptstore.open(tmp_path / "loaded")
+    assert [one.ref for one in store.checkpoints()] == [
+        f"{step}@{1 + (step > 4) + (step > 10)}" for step in range(1, 16)
+    ]
+    assert store.verify(deep=True).ok
+
+
 def test_a_process_that_shards_nothing_continues(job: Path) -> None:
     saved = torch.load(job / "resumed-0.pt", weights_only=False)
     script = fsdp_job.Script(cut=False)
