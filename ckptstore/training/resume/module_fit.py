@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from ckptstore.restore.load_targets import distinct_elements
+from ckptstore.training import frozen_weights
 from ckptstore.training.parameter_names import bare, bare_names, bare_state
 from ckptstore.training.resume.part_fit import Undo, described_form, form_of, some, uncastable
 
@@ -71,14 +72,21 @@ class ModuleFit:
         fitting: the part of the checkpoint's state that is restored, by the module's names.
     """
 
-    def __init__(self, path: str, module: torch.nn.Module, state: Any) -> None:
-        """Compare. Nothing is changed."""
+    def __init__(self, path: str, module: torch.nn.Module, state: Any, left_out: Any = None) -> None:
+        """Compare. Nothing is changed.
+
+        Args:
+            left_out: the checkpoint's record of frozen weights that it does not hold; None: it holds all.
+        """
         self.part = path.partition("[")[0].partition(".")[0]
         self.path = path
         self.differences: list[str] = []
         self.casts: list[tuple[str, torch.dtype, torch.dtype]] = []
         self._module = module
         self._state = state
+        self._left_out = frozen_weights.rows_of(left_out)
+        if self._left_out and isinstance(state, Mapping):
+            self.differences += frozen_weights.differences(path, module, left_out, bare_state(state))
         self._own = list(_own_ways(module))
         self.foreign = bool(self._own)
         self.fitting: dict[str, Any] = {}
@@ -118,19 +126,28 @@ class ModuleFit:
     def put(self) -> None:
         """See `Fit`."""
         if self._whole:
-            self._module.load_state_dict(self._state)
+            if not self._left_out:
+                self._module.load_state_dict(self._state)
+                return
+            answer = self._module.load_state_dict(self._state, strict=False)
+            self._check_restored([name for name in answer.missing_keys if not self._is_left_out(name)], answer)
             return
         partial = bool(self.differences)
         fitting = {name: one for name, one in self.fitting.items() if name not in self._repeated}
-        answer = self._module.load_state_dict(fitting, strict=not partial and not self._repeated)
-        # Prevents: a tensor that the module's own loading code silently did not restore.
-        missing = [name for name in answer.missing_keys if name not in self._repeated]
-        if not partial and (missing or answer.unexpected_keys):
-            raise RuntimeError(f"{self.path}: not restored: {', '.join([*missing, *answer.unexpected_keys][:8])}")
+        strict = not partial and not self._repeated and not self._left_out
+        answer = self._module.load_state_dict(fitting, strict=strict)
+        missing = [name for name in answer.missing_keys if name not in self._repeated and not self._is_left_out(name)]
+        if not partial:
+            self._check_restored(missing, answer)
         for name, tensor in self._repeated.items():  # their base may have been restored above
             saved = self.fitting[name]
             if not torch.equal(tensor.detach(), saved.to(tensor.device, tensor.dtype)):
                 tensor.data = saved.to(tensor.device, tensor.dtype, copy=True)
+
+    def _check_restored(self, missing: Sequence[str], answer: Any) -> None:
+        # Prevents: a tensor that the module's own loading code silently did not restore.
+        if missing or answer.unexpected_keys:
+            raise RuntimeError(f"{self.path}: not restored: {', '.join([*missing, *answer.unexpected_keys][:8])}")
 
     def _compare(self) -> None:
         live = _flat_state(self._module)
@@ -154,7 +171,7 @@ class ModuleFit:
     def _compare_one(self, name: str, plain: str, live: Any, saved: Mapping[str, Any], first: dict[Any, str]) -> None:
         path = f"{self.path}.{plain}"
         if plain not in saved:
-            if not self._is_own(plain):
+            if not self._is_own(plain) and not self._is_left_out(plain):
                 self.differences.append(f"{path}: the checkpoint has none (script: {_form(live)})")
             return
         value = saved[plain]
@@ -178,6 +195,9 @@ class ModuleFit:
                 self.casts.append((path, its[0], mine[0]))
             if _repeats(live):
                 self._repeated[name] = live
+
+    def _is_left_out(self, name: str) -> bool:
+        return frozen_weights.leaves_out(bare(name), self._left_out)
 
     def _is_own(self, name: str) -> bool:
         return any(name.startswith(prefix) for prefix in self._own)
