@@ -184,8 +184,12 @@ def test_the_full_with_the_frozen_weights_outlives_its_retirement(tmp_path: Path
     store.export("latest", tmp_path / "all.safetensors")
     assert (tmp_path / "all.safetensors").stat().st_size > FROZEN
     store.copy(tmp_path / "copy")
+    store.sync(tmp_path / "remote")
     (tmp_path / "s").rename(tmp_path / "gone")
-    same(ckptstore.open(tmp_path / "copy").load()["model"], copied(script))
+    for place in ("copy", "remote"):
+        other = ckptstore.open(tmp_path / place)
+        assert other.verify(deep=True).ok
+        same(other.load()["model"], copied(script))
     again = Script()
     again.run(tmp_path / "copy", 12, strategy=strategy)
     same(again.everything(), script.everything())

@@ -91,6 +91,7 @@ class ModuleFit:
         self.foreign = bool(self._own)
         self.fitting: dict[str, Any] = {}
         self._repeated: dict[str, torch.Tensor] = {}  # several elements share memory
+        self._standing: set[str] = set()  # has the checkpoint's bits already
         self._whole = "" in self._own
         if not self._whole:
             self._compare()
@@ -133,10 +134,11 @@ class ModuleFit:
             self._check_restored([name for name in answer.missing_keys if not self._is_left_out(name)], answer)
             return
         partial = bool(self.differences)
-        fitting = {name: one for name, one in self.fitting.items() if name not in self._repeated}
-        strict = not partial and not self._repeated and not self._left_out
+        apart = self._repeated.keys() | self._standing
+        fitting = {name: one for name, one in self.fitting.items() if name not in apart}
+        strict = not partial and not apart and not self._left_out
         answer = self._module.load_state_dict(fitting, strict=strict)
-        missing = [name for name in answer.missing_keys if name not in self._repeated and not self._is_left_out(name)]
+        missing = [name for name in answer.missing_keys if name not in apart and not self._is_left_out(name)]
         if not partial:
             self._check_restored(missing, answer)
         for name, tensor in self._repeated.items():  # their base may have been restored above
@@ -167,6 +169,24 @@ class ModuleFit:
                 self.fitting[name] = value  # the module's own loading code understands it
             else:
                 self.differences.append(f"{self.path}.{name}: the script's has none (checkpoint: {_form(value)})")
+        for prefix in self._own:
+            self._standing |= self._frozen_alike(prefix, live, names)
+
+    def _frozen_alike(self, prefix: str, live: Mapping[str, Any], names: Mapping[str, str]) -> set[str]:
+        """The names in a module with its own loading code, if it is frozen and has the checkpoint's bits; else none.
+
+        Some layers cannot load what they have saved: those with quantized weights (bitsandbytes) have to be made from
+        the original weights. The script does that; here it is enough that they are the same.
+        """
+        mine = {names[name]: one for name, one in live.items() if names[name].startswith(prefix)}
+        its = {name: one for name, one in self.fitting.items() if bare(name).startswith(prefix)}
+        if any(isinstance(one, torch.Tensor) and one.requires_grad for one in mine.values()):
+            return set()
+        there = {bare(name): one for name, one in its.items()}
+        stored = {name: one for name, one in mine.items() if not self._is_left_out(name)}
+        if stored.keys() != there.keys() or not all(_equal(one, there[name]) for name, one in stored.items()):
+            return set()
+        return set(its) | {name for name in live if names[name].startswith(prefix)}
 
     def _compare_one(self, name: str, plain: str, live: Any, saved: Mapping[str, Any], first: dict[Any, str]) -> None:
         path = f"{self.path}.{plain}"
@@ -243,6 +263,16 @@ def _alike(one: Any, other: Any) -> bool:
         # Bits, not numbers: NaN is equal to itself here.
         return form_of(one) == form_of(other) and torch.equal(_bytes(one), _bytes(other))
     return not isinstance(one, torch.Tensor) and bool(one.name == other.name or one.digest in (None, other.digest))
+
+
+def _equal(mine: Any, its: Any) -> bool:
+    """Whether a module's tensor or other value has the checkpoint's bits."""
+    if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor):
+        return form_of(mine) is not None and _alike(mine.detach(), its.to(mine.device))
+    try:
+        return type(mine) is type(its) and bool(mine == its)
+    except Exception:  # noqa: BLE001  # a value of any type: what cannot be compared is loaded
+        return False
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
