@@ -17,7 +17,7 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.errors import DivergedReplicasError, StateMismatchError, UsageError  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
-from ckptstore.training.strategies import Circumstances, chosen  # noqa: E402
+from ckptstore.training.strategies import Circumstances, chosen, frozen_bytes, state_bytes  # noqa: E402
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
@@ -118,6 +118,13 @@ def test_auto_takes_what_stores_frozen_weights_once() -> None:
     assert why == "465 KiB of 488 KiB of state are frozen, and are stored once; the optimizers' steps can be predicted"
     assert chosen(Circumstances(**{**usual, "unpredicted": "why"}, frozen=476_000))[0] == "delta"
     assert chosen(Circumstances(**{**usual, "nbytes": 65_000}, frozen=65_000))[0] == "full", "too small to matter"
+
+
+def test_frozen_parameters_have_no_moments() -> None:
+    script = Script()
+    for optimizer in (script.optimizer, torch.optim.AdamW(script.model.parameters())):
+        assert state_bytes([script.model], [optimizer]) == FROZEN + MOVED
+    assert frozen_bytes([script.model]) == FROZEN
 
 
 @pytest.mark.parametrize(("strategy", "planned"), [("delta", False), ("gradient", True)])
@@ -308,6 +315,27 @@ def test_a_weight_that_changes_is_stored_after_all(tmp_path: Path, strategy: str
         same(copied(again), seen[step])
 
 
+@pytest.mark.filterwarnings("ignore:.*have changed since")
+def test_one_weight_changes_as_another_changes_back(tmp_path: Path) -> None:
+    script, seen = Script(), {}
+    loaded, other = script.weight.detach().clone(), script.model[2].base.weight
+
+    def write(step: int) -> None:
+        seen[step - 1] = copied(script)
+        if step == 3:
+            script.weight.data.fill_(7.0)
+        if step == 6:
+            script.weight.data.copy_(loaded)
+            other.data.fill_(8.0)
+
+    script.run(tmp_path / "s", 8, write, only="trainable", strategy="full")
+    for step in range(1, 8):
+        again = Script()
+        with again.checkpointer(tmp_path / "s", only="trainable") as checkpointer:
+            checkpointer.resume(step)
+        same(copied(again), seen[step])
+
+
 def test_a_restored_change_is_stored_again(tmp_path: Path) -> None:
     script = Script()
     with pytest.warns(DeterminismWarning, match="have changed since"):
@@ -360,6 +388,13 @@ def test_a_base_of_another_type_or_form_is_refused(tmp_path: Path) -> None:
     half = Script()
     half.model[0].base.half()
     with half.checkpointer(tmp_path / "s") as checkpointer, pytest.raises(StateMismatchError, match="another type"):
+        checkpointer.resume()
+    wide = Script()
+    with torch.no_grad():
+        wide.model[0].base.bias.zero_()
+    wide.run(tmp_path / "zeros", 2, only="trainable")
+    wide.model[0].base.bias = torch.nn.Parameter(torch.zeros(1, WIDTH), requires_grad=False)
+    with wide.checkpointer(tmp_path / "zeros") as checkpointer, pytest.raises(StateMismatchError, match="or shape"):
         checkpointer.resume()
     small = Script()
     small.model[2].base = torch.nn.Identity()
