@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 import warnings
 from collections import OrderedDict
@@ -118,6 +120,14 @@ def test_auto_takes_what_stores_frozen_weights_once() -> None:
     assert why == "465 KiB of 488 KiB of state are frozen, and are stored once; the optimizers' steps can be predicted"
     assert chosen(Circumstances(**{**usual, "unpredicted": "why"}, frozen=476_000))[0] == "delta"
     assert chosen(Circumstances(**{**usual, "nbytes": 65_000}, frozen=65_000))[0] == "full", "too small to matter"
+
+
+def test_the_forecast_of_space_counts_frozen_weights_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ckptstore.training"):
+        Script().run(tmp_path / "s", 3, full_every=4)
+    (said,) = [one.getMessage() for one in caplog.records if "in 1,000 steps" in one.getMessage()]
+    mebibytes = float(re.findall(r"about ([\d.]+) MiB", said)[0])
+    assert mebibytes < (FROZEN + 1000 * MOVED) / 2**20, "250 fulls take 157 MiB"
 
 
 def test_frozen_parameters_have_no_moments() -> None:
