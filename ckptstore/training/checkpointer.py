@@ -89,7 +89,14 @@ class Checkpointer:
         """
         self._settings = SaveSettings.of(strategy, options)
         self._captured = ScriptState(
-            model, optimizer, scheduler, loader, options.get("scaler"), options.get("extra"), self._settings.compressor
+            model,
+            optimizer,
+            scheduler,
+            loader,
+            options.get("scaler"),
+            options.get("extra"),
+            self._settings.compressor,
+            only=self._settings.only,
         )
         if self._settings.strategy == "replica":
             check_replicable(self._captured)
@@ -345,6 +352,7 @@ class Checkpointer:
             raise UsageError("save_every: the ranks' controllers would say different things; give a number")
         if self._strategy is None:
             self._strategy = choose_strategy(self.store, settings, captured, group)
+        captured.note_frozen()
         reports = self._steps.reports
         self._term = term = OpenTerm(
             self.store, settings, captured, self._tracker, self._strategy[0], group, reports, ref

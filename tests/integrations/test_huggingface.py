@@ -206,6 +206,8 @@ def test_what_does_not_continue_the_store_is_refused(tmp_path: Path) -> None:
         CkptstoreCallback(tmp_path / "x", model=1)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="agent=True"):
         CkptstoreCallback(tmp_path / "x", agent=True)
+    with pytest.raises(UsageError, match="only: the Trainer resumes from a folder with the whole model"):
+        CkptstoreCallback(tmp_path / "x", only="trainable")
     with pytest.raises(UsageError, match="every: 0"):
         CkptstoreCallback(tmp_path / "x", every=0)
     with ckptstore.open(tmp_path / "bare").writer() as writer:

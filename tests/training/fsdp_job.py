@@ -160,6 +160,32 @@ def replicated(folder: Path) -> None:
     again(folder / "replicated", mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
 
 
+def mostly_frozen(folder: Path) -> None:
+    """Shards of frozen weights are stored once, and a run that is resumed has the bits of one that is not."""
+
+    def tuned(until: int, name: str) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 257).requires_grad_(False), nn.Linear(257, 3))
+        fully_shard(model)
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+        with Checkpointer(
+            folder / name, model=model, optimizer=optimizer, full_every=2, on_metrics=found.append, rank_timeout=60.0
+        ) as checkpointer:
+            for step in range(checkpointer.resume(), until):
+                model(torch.full((2, 256), float(step + dist.get_rank()))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+        return state_of(model, optimizer)
+
+    found: list[Any] = []
+    expected = tuned(6, "frozen-whole")
+    assert {one.kind for one in found} == {"full", "delta", "gradient"}
+    assert all(one.stored < 60_000 for one in found if one.kind != "full"), "132 kB of shards are frozen"
+    tuned(3, "frozen-parts")
+    same(tuned(6, "frozen-parts"), expected)
+
+
 def offloaded(folder: Path) -> None:
     """Parameters that lie in host memory between steps."""
     again(folder / "offloaded", offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -357,6 +383,8 @@ def refused(folder: Path) -> None:
         Checkpointer(folder / "refused", model=script.model, group=None).resume()
     with pytest.raises(UsageError, match="compressor"):
         Checkpointer(folder / "refused", model=script.model, compressor=TopKHook(density=0.1))
+    with pytest.raises(UsageError, match=r"only='trainable'.*shards"):
+        Checkpointer(folder / "refused", model=script.model, only="trainable")
     with pytest.raises(UsageError, match=r"DTensors .*strategy='gradient'"):
         Checkpointer(folder / "refused", model=script.model, optimizer=script.optimizer, strategy="replica", agent=True)
 
@@ -485,6 +513,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         resumed,
         precise,
         replicated,
+        mostly_frozen,
         offloaded,
         tensor_parallel,
         back,

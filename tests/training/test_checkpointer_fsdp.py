@@ -51,7 +51,7 @@ def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, .
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     folder = tmp_path_factory.mktemp("fsdp")
-    cut = ("resumed", "precise", "replicated", "offloaded", "tensor_parallel")
+    cut = ("resumed", "precise", "replicated", "mostly_frozen", "offloaded", "tensor_parallel")
     run(warm, folder, 2, *cut, "back", "as_one", "chosen", "refused", "changed", "signalled")
     for size in (0, 1, 4):
         shutil.copytree(folder / "parts-gradient", folder / f"parts-gradient-{size}")
