@@ -286,7 +286,7 @@ class ReplicaSaves(StateSaves):
         if area is None or replicated.lost is not None:
             return None
         assert form is not None
-        filled = _Filled(list(consumed.arriving), [])
+        filled = _Filled([*consumed.arriving, *consumed.late], [])
         try:
             if due := self._unproven.due(replicated.recipe):
                 form.whole(due, flat, filled, self._agent, self._pool)
@@ -303,9 +303,8 @@ class ReplicaSaves(StateSaves):
 
     def _leave(self, replicated: ReplicaClient | None, consumed: ConsumedStep) -> None:
         """Return the area of a step that is not sent."""
-        consumed.settle()
-        if consumed.area is not None and replicated is not None:
-            replicated.leave(consumed.area)
+        if replicated is not None:
+            consumed.left(replicated)
 
     def _whole(self, step: int, flat: FlatState, said: _BothLabels, *, persist: bool) -> PendingSave | None:
         """Send a whole state, from which the agent computes the next ones."""
