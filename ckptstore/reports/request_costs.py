@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.backends.costs import Spent
+from ckptstore.backends.object_store import segment_ranges
 from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.restore.chain import Chain
-from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened
+from ckptstore.restore.open_checkpoint import opened
 from ckptstore.restore.selection import select_from
 from ckptstore.segments.segment_reader import SegmentReader, extents
 
 __all__ = ["RequestCosts", "request_costs"]
 
-_RANGE: Final = 8 << 20
-"""Bytes of a segment that one request reads (`backends.object_store.object_segments.RANGE`)."""
 _AGAIN: Final = {"put": 1, "get": 1, "head": 2, "delete": 1}
 """Creating and removing the pin, and reading the log again (SPEC 10, PINS). A long restore adds a ``put`` per 30 s."""
 
@@ -54,30 +53,43 @@ def request_costs(
     received = log.received
     with opened(journal, ref, since=view) as found:
         names = select_from(found.tree, select, found.ref).tensors
-        described, nbytes = _descriptions(found)
-        requests += described
-        received += nbytes
-        ranges, nbytes = _tensors([chain for name in names for chain, _ in found.stored(name)])
-        requests["range"] += ranges
-        ref, received = found.ref, received + nbytes
+        segments = {id(reader): _Segment(reader.source.size) for reader in found.readers.values()}
+        for reader in found.readers.values():
+            for offset, nbytes in reader.described:
+                segments[id(reader)].read(offset, nbytes)
+        _read_tensors([chain for name in names for chain, _ in found.stored(name)], segments)
+        for segment in segments.values():
+            requests["range"] += segment.ranges
+            received += segment.received
+        ref = found.ref
     return RequestCosts(ref, costs.spent, Spent(dict(requests), 0, received))
 
 
-def _descriptions(found: OpenCheckpoint) -> tuple[Counter[str], int]:
-    """Count the requests for the descriptions of the plan's segments: HEAD, the header, and the index if packed."""
-    requests: Counter[str] = Counter()
-    received = 0
-    for reader in found.readers.values():
-        requests["head"] += 1
-        for nbytes in reader.described:
-            requests["range"] += -(-nbytes // _RANGE)
-            received += nbytes
-    return requests, received
+class _Segment:
+    """The requests and bytes of one segment, as `backends.object_store.object_segments` reads it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._whole = size <= segment_ranges.FIRST
+        self.ranges = 1
+        self.received = segment_ranges.first(size)
+
+    def read(self, offset: int, nbytes: int) -> None:
+        """Count a read. Bytes that are at hand cost nothing."""
+        if self._whole or offset + nbytes <= segment_ranges.FIRST:
+            return
+        if segment_ranges.is_small(self._size):
+            self._whole = True
+            self.ranges += 1
+            self.received = self._size
+            return
+        for _, length in segment_ranges.cuts(offset, nbytes):
+            self.ranges += 1
+            self.received += length
 
 
-def _tensors(chains: Sequence[Chain]) -> tuple[int, int]:
-    """Count the ranges that restore the tensors, and their bytes."""
-    ranges = received = 0
+def _read_tensors(chains: Sequence[Chain], segments: Mapping[int, _Segment]) -> None:
+    """Count the reads that restore the tensors."""
     raw: dict[int, tuple[SegmentReader, list[TensorEntry]]] = {}
     seen: set[tuple[int, str, int]] = set()
     for chain in chains:
@@ -90,11 +102,8 @@ def _tensors(chains: Sequence[Chain]) -> tuple[int, int]:
                 continue
             seen.add(place)
             for chunk in link.tensor.chunks:
-                ranges += -(-chunk.length // _RANGE)
-                received += chunk.length
-    for _, tensors in raw.values():
+                segments[id(link.reader)].read(chunk.offset, chunk.length)
+    for number, (_, tensors) in raw.items():
         for extent in extents(tensors):
-            length = extent[-1].chunk.offset + extent[-1].chunk.length - extent[0].chunk.offset
-            ranges += -(-length // _RANGE)
-            received += length
-    return ranges, received
+            begin = extent[0].chunk.offset
+            segments[number].read(begin, extent[-1].chunk.offset + extent[-1].chunk.length - begin)

@@ -13,7 +13,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened
 from ckptstore.segments.segment_reader import SegmentReader
 
-__all__ = ["StoredFile", "file_of"]
+__all__ = ["StoredFile", "file_of", "has_files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +34,40 @@ class StoredFile:
 def file_of(journal: Journal, ref: str | int) -> list[StoredFile]:
     """See `Store.file_of`."""
     with opened(journal, ref) as found:
-        members: dict[str, dict[str, tuple[tuple[int, int], ...] | None]] = {}
-        for name in found.parts:
-            for chain, box in found.stored(name):
-                if not chain.raw:
-                    raise _no_file(found, name)
-                entry = chain.links[-1].reader.entry
-                bounds = tuple(zip(box.offset, box.end, strict=True)) if found.sharded(name) else None
-                members.setdefault(entry.id, {})[name] = bounds
         files = []
-        for segment, tensors in members.items():
-            reader = found.readers[segment]
-            if missing := tensors.keys() - _names_in(reader):
-                raise _no_file(found, min(missing))
-            path = journal.backend.locate(reader.entry.key)
+        for segment, tensors in _members(found).items():
+            entry = found.readers[segment].entry
+            path = journal.backend.locate(entry.key)
             if path is None:
                 raise UsageError(f"{journal.url}: no other program can open what is in this store: export {found.ref}")
-            files.append(StoredFile(path, reader.entry.size, tensors))
+            files.append(StoredFile(path, entry.size, tensors))
         return files
+
+
+def has_files(journal: Journal, ref: str | int) -> bool:
+    """Whether every tensor of a checkpoint is stored as it is in a safetensors file. Raises as `file_of`."""
+    with opened(journal, ref) as found:
+        try:
+            _members(found)
+        except UsageError:
+            return False
+        return True
+
+
+def _members(found: OpenCheckpoint) -> dict[str, dict[str, tuple[tuple[int, int], ...] | None]]:
+    """Segment -> the tensors that it has, and their boxes. Raises `UsageError` if one is not stored as it is."""
+    members: dict[str, dict[str, tuple[tuple[int, int], ...] | None]] = {}
+    for name in found.parts:
+        for chain, box in found.stored(name):
+            if not chain.raw:
+                raise _no_file(found, name)
+            entry = chain.links[-1].reader.entry
+            bounds = tuple(zip(box.offset, box.end, strict=True)) if found.sharded(name) else None
+            members.setdefault(entry.id, {})[name] = bounds
+    for segment, tensors in members.items():
+        if missing := tensors.keys() - _names_in(found.readers[segment]):
+            raise _no_file(found, min(missing))
+    return members
 
 
 def _names_in(reader: SegmentReader) -> set[str]:
@@ -71,6 +87,6 @@ def _no_file(found: OpenCheckpoint, name: str) -> UsageError:
     chain = f", the last of a chain of {length}" if length > 1 else ""
     return UsageError(
         f"checkpoint {found.ref} is {kind}{chain}, and tensor {name!r} is not stored as it is: write a file with "
-        f"`ckpt restore STORE {found.ref} --out FILE.safetensors`, or a store in which it is uncompressed with "
-        f"`ckpt copy STORE DST {found.ref} --as full`"
+        f"`ckpt restore STORE {found.ref} --out FILE.safetensors`, or store it uncompressed with "
+        f"`ckpt compact STORE --plain {found.ref}`"
     )

@@ -58,7 +58,8 @@ class SegmentReader:
         entry: its entry in the log.
         source: its bytes.
         doc: its document.
-        described: bytes of each read that the description took: the header, and of a packed segment the index.
+        described: offset and bytes of each read that the description took: the header, and of a packed segment the
+            index.
 
     Raises:
         CorruptSegmentError: the file is missing, too short, or its header is not the one that was committed.
@@ -67,7 +68,7 @@ class SegmentReader:
 
     def __init__(self, backend: Backend, entry: SegmentEntry) -> None:
         self.entry = entry
-        self.described: list[int] = []  # see above
+        self.described: list[tuple[int, int]] = []  # see above
         try:
             self.source: SegmentSource = backend.open_source(entry.key)
         except KeyNotFoundError as error:
@@ -100,7 +101,7 @@ class SegmentReader:
         return parse(header, entry.size, entry.key, self._read)
 
     def _read(self, offset: int, length: int) -> bytes:
-        self.described.append(length)
+        self.described.append((offset, length))
         out = bytearray(length)
         self.source.read_into(offset, memoryview(out))
         return bytes(out)

@@ -149,6 +149,7 @@ class UpkeepMethods(StoreHandle):
         max_restore_seconds: float | None = None,
         target_bytes: int | None = None,
         only: str | None = None,
+        plain: Sequence[str | int] = (),
         bandwidth: int | None = None,
         dry_run: bool = False,
         take_over: bool = False,
@@ -168,6 +169,8 @@ class UpkeepMethods(StoreHandle):
             target_bytes: total bytes of all segments below which no more restore time is spent to save bytes; None: as
                 few bytes as possible.
             only: ``A..B``, two REFs of one term: store only these again. None: all that are worth it.
+            plain: REFs of checkpoints to store as uncompressed fulls, which `file_of` and ``load(mmap=True)`` map. A
+                later compaction that is not given them may compress them again.
             bandwidth: at most this many bytes of state are decoded, encoded and read back a second; None: no limit.
             dry_run: change nothing; report what would be done. Sizes are estimated from samples.
             take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
@@ -187,7 +190,7 @@ class UpkeepMethods(StoreHandle):
 
         return compact(
             self.journal,
-            CompactLimits(max_depth, max_restore_seconds, target_bytes),
+            CompactLimits(max_depth, max_restore_seconds, target_bytes, plain),
             only=only,
             bandwidth=bandwidth,
             dry_run=dry_run,

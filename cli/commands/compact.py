@@ -30,6 +30,7 @@ NOT_ANSWERED = RequestError.exit_code
         "ckpt compact runs/gpt --max-depth 20                     # a training run is writing: it is asked",
         "ckpt compact runs/gpt --max-restore-seconds 30s --take-over --gc",
         "ckpt compact runs/gpt --only 1000..2000                  # the fulls of a range as deltas; all are kept",
+        "ckpt compact runs/gpt --plain tag:best                   # a file that safetensors maps: store.file_of",
     ],
 )
 @STORE
@@ -53,6 +54,12 @@ NOT_ANSWERED = RequestError.exit_code
     help="Stop turning fulls into deltas when the store is this small. Default: make it as small as possible.",
 )
 @click.option("--only", type=RANGE, help="Rewrite only these: two REFs of one term.")
+@click.option(
+    "--plain",
+    multiple=True,
+    metavar="REF",
+    help="Store this checkpoint as an uncompressed full, which other programs can map; may be repeated.",
+)
 @click.option("--bandwidth", type=RATE, help="Decode and encode at most this much per second: 100MB/s.")
 @click.option("--gc", "collect", is_flag=True, help="Also delete the segments that nothing needs, as ckpt gc does.")
 @click.option(
@@ -65,6 +72,7 @@ def command(
     max_seconds: float | None,
     target: int | None,
     only: str | None,
+    plain: tuple[str, ...],
     bandwidth: float | None,
     collect: bool,
     dry_run: bool,
@@ -84,6 +92,7 @@ def command(
             max_restore_seconds=max_seconds,
             target_bytes=target,
             only=only,
+            plain=plain,
             bandwidth=None if bandwidth is None else max(1, int(bandwidth)),
             dry_run=dry_run,
             take_over=take_over,
@@ -98,10 +107,11 @@ def command(
         emit(_json(store, done, collected))
     else:
         _print(done, collected, timeout)
-    return _exit_code(done)
+    return exit_code(done)
 
 
-def _exit_code(done: CompactReport) -> int:
+def exit_code(done: CompactReport) -> int:
+    """Whether every move was made: 0, or the exit code that says why not."""
     if any(move.result in ("waiting", "left") or move.asked for move in done.moves):
         return NOT_ANSWERED
     return CorruptionError.exit_code if any(move.damaged for move in done.moves) else 0
@@ -203,6 +213,12 @@ def _closing(done: CompactReport, collected: int | None, timeout: float) -> None
         f"{counted(len(done.kept), 'checkpoint')} {would}kept: {size(done.bytes_before)} -> {size(done.bytes_after)}, "
         f"slowest restore {duration(done.restore_seconds_before)} -> {duration(done.restore_seconds_after)}"
     )
+    more = done.bytes_after - done.bytes_before
+    if more > 0:
+        note(
+            f"the store {'would grow' if done.dry_run else 'has grown'} by {size(more)}: a limit of depth or time "
+            "is met with fulls and larger deltas"
+        )
     if collected is not None:
         click.echo(f"deleted {size(collected)}")
     elif done.collectable_nbytes:

@@ -9,12 +9,13 @@ import click
 
 from ckptstore.cli.arguments import RULE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, note, progress, size, table
+from ckptstore.cli.commands.compact import exit_code
+from ckptstore.cli.output import duration, emit, note, progress, size, table
 from ckptstore.cli.range_text import checkpoints, counted, ranges
 from ckptstore.cli.text_wrap import say
 
 if TYPE_CHECKING:
-    from ckptstore import Collected, Pruned
+    from ckptstore import Collected, CompactReport, Pruned
 
 
 @make_command(
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     examples=[
         "ckpt prune runs/gpt --dry-run                            # what the store's rules keep and retire",
         "ckpt prune runs/gpt --gc                                 # a training run is writing: it is asked",
+        "ckpt prune runs/gpt --compact --gc                       # also free what kept checkpoints build on",
         "ckpt prune runs/gpt --keep last:10 --keep best:loss:3 --take-over",
     ],
 )
@@ -34,36 +36,57 @@ if TYPE_CHECKING:
     metavar="RULE",
     help="Use this rule instead of the store's (ckpt keep); may be repeated.",
 )
+@click.option(
+    "--compact",
+    "rewrite",
+    is_flag=True,
+    help="Also rewrite the kept checkpoints that build on retired ones, as ckpt compact does.",
+)
 @click.option("--gc", "collect", is_flag=True, help="Also delete the segments that nothing needs, as ckpt gc does.")
 @click.option("--dry-run", is_flag=True, help="Change nothing: show what each rule keeps, and what is retired.")
 @answer_options
 def command(
     store: str,
     rules: tuple[str, ...],
+    rewrite: bool,
     collect: bool,
     dry_run: bool,
     take_over: bool,
     timeout: float,
     as_json: bool,
-) -> None:
+) -> int:
     """Retire the checkpoints that no rule keeps.
 
     The newest checkpoint is always kept, and so is one with a tag. A retired checkpoint that others build on stays
-    stored; `ckpt gc`, or --gc, deletes the rest.
+    stored, unless --compact rewrites these; `ckpt gc`, or --gc, deletes the rest.
     """
     target = opened(store)
     done = target.prune(*rules, dry_run=dry_run, take_over=take_over, timeout=timeout)
+    compacted = None
+    if rewrite and done.held and not dry_run:
+        with progress("compacting") as advance:
+            compacted = target.compact(take_over=take_over, timeout=timeout, progress=advance)
     collected = None
     if collect:
         with progress("deleting") as advance:
             collected = target.gc(dry_run=dry_run, progress=advance)
     if as_json:
-        emit(_json(store, done, collected, dry_run))
+        emit(_json(store, done, collected, dry_run) | {"compact": None if compacted is None else _compact(compacted)})
     else:
-        _print(done, collected, dry_run)
-        if done.held:
+        _print(done, collected, dry_run, compacted)
+        if done.held and compacted is None:
             command_line = f"`ckpt compact {shlex.quote(store)} --gc`"
             note(f"{command_line} rewrites the kept checkpoints, so that these can be deleted")
+    return 0 if compacted is None else exit_code(compacted)
+
+
+def _compact(done: CompactReport) -> dict[str, Any]:
+    return {
+        "moves": len(done.moves),
+        "made": sum(move.result == "done" for move in done.moves),
+        "bytes_before": done.bytes_before,
+        "bytes_after": done.bytes_after,
+    }
 
 
 def _json(store: str, done: Pruned, collected: Collected | None, dry_run: bool) -> dict[str, Any]:
@@ -88,7 +111,7 @@ def _json(store: str, done: Pruned, collected: Collected | None, dry_run: bool) 
     }
 
 
-def _print(done: Pruned, collected: Collected | None, dry_run: bool) -> None:
+def _print(done: Pruned, collected: Collected | None, dry_run: bool, compacted: CompactReport | None) -> None:
     rows = [[reason, f"{len(refs):,}", ranges(refs)] for reason, refs in done.kept.items()]
     click.echo(table(["KEPT BY", ">COUNT", "CHECKPOINTS"], rows))
     gone = f": {ranges(done.retired)}" if done.retired else ""
@@ -100,6 +123,16 @@ def _print(done: Pruned, collected: Collected | None, dry_run: bool) -> None:
             f"retired but still stored, because others build on {those}: {checkpoints(done.held)} "
             f"({size(done.held_nbytes)} of {whose} own)"
         )
+    if compacted is not None:
+        made = sum(move.result == "done" for move in compacted.moves)
+        say(
+            f"compacted, {counted(made, 'move')}: {size(compacted.bytes_before)} -> {size(compacted.bytes_after)}, "
+            f"slowest restore {duration(compacted.restore_seconds_before)} -> "
+            f"{duration(compacted.restore_seconds_after)}"
+        )
+        for move in compacted.moves:
+            if move.reason:
+                note(f"{move.kind} {ranges(move.stored)}: {move.reason}")
     freed = done.dropped_nbytes
     if collected is None:
         if done.dropped:

@@ -15,6 +15,7 @@ import pytest
 
 import ckptstore
 from ckptstore.backends.base import SegmentSource
+from ckptstore.backends.object_store import segment_ranges
 from ckptstore.host import cancellable_calls
 from tools.objects.proxy import FaultProxy, Rule
 from tools.objects.server import Server, options_for
@@ -223,7 +224,7 @@ def interrupted_read(source: SegmentSource, proxy: FaultProxy) -> bytearray:
         out = bytearray(1000)
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.1)
-            source.read_into(0, memoryview(out))
+            source.read_into(16, memoryview(out))
             signal.setitimer(signal.ITIMER_REAL, 0)
         except KeyboardInterrupt:
             if not any(out):
@@ -231,8 +232,12 @@ def interrupted_read(source: SegmentSource, proxy: FaultProxy) -> bytearray:
     raise AssertionError("no read was interrupted")
 
 
-def test_an_abandoned_read_writes_to_no_memory(s3: Server, proxy: FaultProxy, url: str) -> None:
+def test_an_abandoned_read_writes_to_no_memory(
+    s3: Server, proxy: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The main thread's wait is interrupted; the answer arrives later, and no byte of it is written."""
+    monkeypatch.setattr(segment_ranges, "FIRST", 16)  # not at hand once the segment is open
+    monkeypatch.setattr(segment_ranges, "REST", 0)
     store = ckptstore.open(url, storage_options=options_for(proxy.port))
     (segment,) = store.checkpoint().segments
     key = store.view().catalog.segments[segment].key

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
 import ckptstore
+from ckptstore.backends.object_store import segment_ranges
 from ckptstore.backends.object_store.objects import ObjectBackend
 from ckptstore.cli.main import cli
 from ckptstore.host import crash_points
+from ckptstore.training import Checkpointer
+from tests.backends.backend_conformance import SEGMENT, write_segment
 from tools.objects.server import KEY, SECRET, Server
 
 STEPS = 9
@@ -324,6 +330,55 @@ def test_the_cost_of_a_restore_is_estimated(s3: Server, filled: str, ref: str | 
     assert loader.backend.costs is not None
     spent = loader.backend.costs.spent
     assert (dict(found.restore.requests), found.restore.received) == (dict(spent.requests), spent.received)
+
+
+def test_a_small_segment_takes_two_requests(s3: Server) -> None:
+    """Whatever it holds: 21 steps of a model of 8 tensors took 157 before."""
+    url = s3.url()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(open_store(s3, url, create=True), model=model, optimizer=optimizer, strategy="gradient") as run:
+        for _ in range(21):
+            optimizer.zero_grad()
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            run.step()
+    store = open_store(s3, url)
+    segments = len(store.plan("latest").segments)
+    assert segments == 21
+    found = store.request_costs("latest")
+    assert found is not None
+    reading = open_store(s3, url)
+    same_bits = all(
+        bool(torch.equal(value, model.state_dict()[name])) for name, value in reading.load("latest")["model"].items()
+    )
+    assert same_bits
+    assert reading.backend.costs is not None
+    assert reading.backend.costs.spent.requests["range"] <= 2 * segments
+    assert dict(reading.backend.costs.spent.requests) == dict(found.restore.requests)
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 47, 48, 49, 200])
+def test_a_segments_bytes_are_read_in_any_order(s3: Server, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Of segments around the sizes at which another number of requests reads them, by many threads at once."""
+    for name, value in (("FIRST", 16), ("REST", 32), ("RANGE", 24)):
+        monkeypatch.setattr(segment_ranges, name, value)
+    backend = open_store(s3, s3.url(), create=True).backend
+    data = np.random.default_rng(size).bytes(size)
+    write_segment(backend, memoryview(data), SEGMENT)
+    chance = random.Random(size)
+    places = [sorted((chance.randint(0, size), chance.randint(0, size))) for _ in range(40)]
+    with backend.open_source(SEGMENT) as source, ThreadPoolExecutor(4) as pool:
+        assert source.size == size
+
+        def read(begin: int, end: int) -> bytes:
+            out = bytearray(end - begin)
+            source.read_into(begin, memoryview(out))
+            return bytes(out)
+
+        found = list(pool.map(lambda place: read(*place), places))
+    assert found == [data[begin:end] for begin, end in places]
 
 
 def test_costs_by_command(s3: Server, filled: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

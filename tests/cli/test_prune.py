@@ -66,6 +66,35 @@ def test_dry_run_and_then(ckpt: Run, chain: Path) -> None:
     assert ckpt("prune", chain, "--take-over").out.splitlines()[6] == "kept 8, retired 0"
 
 
+def test_what_later_checkpoints_build_on_is_freed_too(ckpt: Run, chain: Path) -> None:
+    """Pruning alone leaves the retired checkpoints below 3, which is tagged, and below 20."""
+    rule = ["--keep", "last:1", "--take-over"]
+    plan = ckpt("prune", chain, *rule, "--dry-run", "--compact", "--json").json
+    assert plan["held"]
+    assert plan["compact"] is None
+    assert len(ckptstore.open(chain).checkpoints()) == 20
+    done = ckpt("prune", chain, *rule, "--compact", "--gc", "--json")
+    assert done.code == 0
+    assert_documented(done.json, documented("ckpt prune")[0])
+    assert done.json["compact"]["made"] == done.json["compact"]["moves"] > 0
+    assert done.json["compact"]["bytes_after"] < done.json["compact"]["bytes_before"]
+    store = ckptstore.open(chain)
+    assert [info.ref for info in store.checkpoints()] == ["3@1", "20@1"]
+    assert not ckpt("prune", chain, *rule, "--json").json["held"]
+    assert (
+        sum(path.stat().st_size for path in (chain / "seg").rglob("*.safetensors"))
+        <= done.json["compact"]["bytes_after"]
+    )
+    assert ckpt("verify", chain, "--deep").code == 0
+    assert "\ncompacted" not in ckpt("prune", chain, *rule, "--compact").out  # nothing is held any more
+
+
+def test_compaction_is_told(ckpt: Run, chain: Path) -> None:
+    told = ckpt("prune", chain, "--keep", "last:1", "--take-over", "--compact")
+    assert re.search(r"^compacted, \d+ moves?: [\d.]+ KiB -> [\d.]+ KiB, slowest restore", told.out, re.MULTILINE)
+    assert "`ckpt compact" not in told.err
+
+
 def test_rules_for_once(ckpt: Run, chain: Path) -> None:
     done = ckpt("prune", chain, "--keep", "last:1", "--take-over", "--gc")
     assert done.out.splitlines()[-1].startswith("deleted ")

@@ -15,12 +15,14 @@ import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RestoreBound, Store
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
+from ckptstore.formats.segment_files.boxes import Box
 from ckptstore.maintenance.compact import Samples, compaction
 from ckptstore.maintenance.compact.size_samples import SampledSizes, measure
 from tests.maintenance.stores import flip
 from tests.restore.twofold import stored_again
 from tests.store.states import same
 from tests.write.trainer import Trainer
+from tools.golden.shard_stores import ShardStore, cut
 from tools.objects.server import Server
 
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))
@@ -399,3 +401,41 @@ class TestMedia:
             store.compact(take_over=True)
         with pytest.warns(ckptstore.UnpinnedWarning):
             assert results(store.compact(dry_run=True)) == {"planned"}
+
+
+@pytest.mark.parametrize("only", [None, "4..4"])
+def test_a_checkpoint_becomes_a_full_to_map(store: Store, only: str | None) -> None:
+    """Whatever it was, and whatever builds on it. A second call with it changes nothing more."""
+    filled(store, range(1, 13))
+    with pytest.raises(UsageError, match="compact STORE --plain 4@1"):
+        store.file_of(4)
+    planned = store.compact(plain=[4], only=only, dry_run=True)
+    assert planned.moves[0].stored == {"4@1": ""}
+    done = store.compact(plain=[4], only=only, take_over=True)
+    assert results(done) == {"done"}
+    (file,) = store.file_of(4)
+    assert file.tensors.keys() == {"w", "b"}
+    mapped = store.load(4, mmap=True, framework="numpy")
+    same(state(4), mapped)
+    assert store.compact(plain=["4@1"], only=only, take_over=True).moves == ()
+    check(store, range(1, 13))
+    assert store.file_of(4) == [file]
+
+
+def test_a_checkpoint_to_map_has_to_exist(store: Store) -> None:
+    filled(store, range(1, 4))
+    with pytest.raises(ckptstore.CheckpointNotFoundError, match="tag"):
+        store.compact(plain=["tag:best"], take_over=True)
+    assert store.view().catalog.term == 1  # no term was opened
+
+
+def test_a_full_of_ranks_becomes_files_of_its_shards(tmp_path: Path) -> None:
+    """A shard stays cut as it is: the hash of the state depends on it."""
+    made = ShardStore(str(tmp_path / "ranks"))
+    store = made.store
+    halves = cut("w", np.arange(24.0), [Box((0,), (12,)), Box((12,), (12,))])
+    made.commit(1, [[half] for half in halves], packed=True)
+    assert results(store.compact(plain=[1], take_over=True)) == {"done"}
+    files = store.file_of(1)
+    assert sorted(str(file.tensors["w"]) for file in files) == ["((0, 12),)", "((12, 24),)"]
+    assert store.verify(deep=True).ok

@@ -34,6 +34,9 @@ from tools.objects.server import Server
 # A killed writer of diffs may have lost steps that waited for their batch; the next one reports it.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
 
+LIMIT = 3400
+"""Seconds of a campaign. Each kill starts interpreters: beside other work 200 kills can take half an hour."""
+
 
 @pytest.fixture(scope="module")
 def fast() -> Iterator[Server]:
@@ -43,13 +46,14 @@ def fast() -> Iterator[Server]:
 
 def said(tool: str, *words: str) -> str:
     command = [sys.executable, "-W", "ignore", "-m", f"tools.crash.{tool}", "--medium", "s3", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 violations" in done.stdout
     return done.stdout
 
 
 @long_only
+@pytest.mark.timeout(LIMIT + 200)
 def test_sigkill_between_and_within_requests(tmp_path: Path) -> None:
     """In CI: a writer that is killed at crash points (tests/backends/test_objects_store.py)."""
     text = said("kills", "--kills", "200", "--seed", "3", "--dir", str(tmp_path))

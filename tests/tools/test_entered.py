@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 import ckptstore
@@ -31,6 +32,7 @@ def test_the_report_names_four_operations() -> None:
     assert all(one["functions"] > 10 for one in found.values())
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_small_states_are_saved_in_every_way_and_compared(tmp_path: Path) -> None:
     rows = small.measure(tmp_path, 3)
     assert [row.way for row in rows] == list(small.WAYS)

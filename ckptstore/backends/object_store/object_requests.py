@@ -179,6 +179,30 @@ class Requests:
                 raise CorruptSegmentError(text) from None
             raise
 
+    def get_start(self, key: str, length: int) -> tuple[bytes, int]:
+        """The first bytes of an object, at most `length`, and the size of all of it. Raises as `size`."""
+
+        def call() -> tuple[bytes, int]:
+            self.costs.count("range")
+
+            def start() -> tuple[bytes, int]:
+                result = obstore.get(self._once, key, options={"range": (0, length)})
+                return bytes(result.bytes()), result.meta["size"]
+
+            data, size = cancellable(start)
+            self._pay(len(data))  # its length was unknown before, so later requests wait for it
+            self.costs.receive(len(data))
+            if len(data) != min(length, size):
+                raise _ShortError
+            return data, size
+
+        try:
+            return self._run("range", key, call)
+        except StorageError as error:
+            if error.errno != errno.ERANGE:
+                raise
+            return b"", 0  # an empty object has no byte that a range could name
+
     def size(self, key: str) -> int:
         """Length of an object. Raises as `Backend.size`."""
 

@@ -8,6 +8,7 @@ no request.
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,19 +16,19 @@ from typing import Final
 
 from ckptstore.backends.base import SegmentSource
 from ckptstore.backends.gathered import Blocks, GatheredSink
+from ckptstore.backends.object_store import segment_ranges
 from ckptstore.backends.object_store.object_requests import Requests
+from ckptstore.backends.object_store.segment_ranges import RANGE
 from ckptstore.errors import CkptError, CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError
 from ckptstore.host.threads import run_all
 
-__all__ = ["RANGE", "SEGMENT_BYTES", "ObjectSink", "ObjectSource"]
+__all__ = ["SEGMENT_BYTES", "ObjectSink", "ObjectSource"]
 
 SEGMENT_BYTES: Final = 240 << 20
 """Maximum bytes of tensors in a segment, which is held in memory until it is sent; at most 256 MiB with its header. (A
 larger tensor has its own segment.)"""
 SINGLE: Final = 32 << 20
 """Maximum bytes of a segment that is sent as one PUT, which is atomic. Larger ones use a multipart upload."""
-RANGE: Final = 8 << 20
-"""Bytes of one range request."""
 
 
 class ObjectSink(GatheredSink):
@@ -120,7 +121,9 @@ class ObjectSink(GatheredSink):
 
 
 class ObjectSource(SegmentSource):
-    """A segment in a bucket. Raises `KeyNotFoundError`, `StorageError`.
+    """A segment in a bucket. Holds its first bytes and, once they are read, all bytes of a small one.
+
+    Raises `KeyNotFoundError`, `StorageError`.
 
     Args:
         requests: requests to the bucket.
@@ -133,22 +136,43 @@ class ObjectSource(SegmentSource):
         self._key = key
         self._pool = pool
         self._closed = False
-        self.size = requests.size(key)
+        self._lock = threading.Lock()
+        self._start, self.size = requests.get_start(key, segment_ranges.FIRST)
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """See `SegmentSource.read_into`. Reads ranges of 8 MiB, several in parallel."""
+        """See `SegmentSource.read_into`. Reads large segments in ranges of 8 MiB, several in parallel."""
         view = out.cast("B")
         self._check_open()
-        if offset < 0 or offset + len(view) > self.size:
+        end = offset + len(view)
+        if offset < 0 or end > self.size:
             raise CorruptSegmentError(
-                f"{self._requests.name(self._key)} ends at byte {self.size}; bytes {offset} to {offset + len(view)} "
-                "were asked for"
+                f"{self._requests.name(self._key)} ends at byte {self.size}; bytes {offset} to {end} were asked for"
             )
-        if len(view) <= RANGE:
-            self._read(offset, view)
+        start = self._start
+        if end > len(start) and segment_ranges.is_small(self.size):
+            start = self._read_rest()
+        at_hand = max(0, min(end, len(start)) - offset)
+        view[:at_hand] = memoryview(start)[offset : offset + at_hand]
+        if at_hand == len(view):
             return
-        cuts = range(0, len(view), RANGE)
-        run_all(self._pool(), [partial(self._read, offset + cut, view[cut : cut + RANGE]) for cut in cuts])
+        ranges = [
+            partial(self._read, at, view[at - offset : at - offset + length])
+            for at, length in segment_ranges.cuts(offset, len(view))
+        ]
+        if len(ranges) == 1:
+            ranges[0]()
+        else:
+            run_all(self._pool(), ranges)
+
+    def _read_rest(self) -> bytes:
+        """Read what is not at hand -> the whole segment."""
+        with self._lock:  # of several threads one reads, and the others find all bytes
+            had = len(self._start)
+            if had < self.size:
+                rest = memoryview(bytearray(self.size - had))
+                self._read(had, rest)
+                self._start = b"".join((self._start, rest))
+            return self._start
 
     def _read(self, offset: int, out: memoryview) -> None:
         try:

@@ -29,6 +29,7 @@ from ckptstore.host.progress import Advance, Progress
 from ckptstore.log.change_committer import ChangeCommitter, ChangeRequester, TakeOver
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
+from ckptstore.log.refs import resolve
 from ckptstore.maintenance.compact.compaction_plan import plan_moves
 from ckptstore.maintenance.compact.compaction_report import CompactMove, CompactReport, Result
 from ckptstore.maintenance.compact.move_execution import ExecutedMove, MoveExecutor
@@ -38,6 +39,7 @@ from ckptstore.maintenance.compact.size_samples import SampledSizes, measure
 from ckptstore.maintenance.merge.merge_range import outside
 from ckptstore.maintenance.merge.rewrite_context import RewriteContext
 from ckptstore.restore.restore_plan import plan_all, restore_seconds
+from ckptstore.restore.stored_files import has_files
 
 __all__ = ["compact", "make_moves", "planned_moves"]
 
@@ -108,6 +110,8 @@ def planned_moves(
             f"{journal.url}: the log is damaged: checkpoints that it lost may build on segments that would be dropped: "
             "`ckpt verify` names the damage"
         )
+    wanted = {resolve(catalog, ref).node: ref for ref in limits.plain}
+    mapped = frozenset(node for node, ref in wanted.items() if has_files(journal, ref))
     left = frozenset[Node]() if only is None else outside(catalog, only)
     measured = measure(journal, catalog)
     planned = plan_moves(
@@ -117,7 +121,8 @@ def planned_moves(
         rates=measured.rates,
         stays=_kept_for_long(catalog),
         owned=owned,
-        refused=left,
+        refused=left | mapped,
+        plain=wanted.keys() - mapped,
     )
     not_meant = frozenset(map(ref_of, left))
     planned = replace(planned, unmet=tuple(one for one in planned.unmet if one.ref not in not_meant))

@@ -1,6 +1,6 @@
 """Plans a compaction from a catalog, sizes and rates. Reads nothing, and does not depend on the time.
 
-1. *Drop* what no kept checkpoint needs.
+1. *Drop* what no kept checkpoint needs. *Materialize* the checkpoints that are wanted as uncompressed fulls.
 2. *Materialize* kept checkpoints that are the only reason for held bases to stay, if that frees more than it takes.
    A checkpoint that shares a segment with those bases and has another encoding gives up the one in that segment.
 3. *Materialize* kept checkpoints that take more links or time to restore than allowed, from the full upwards.
@@ -13,7 +13,7 @@ Planning again after a plan was carried out finds no move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from ckptstore.errors import CorruptionError
@@ -48,6 +48,7 @@ def plan_moves(
     stays: Callable[[Node], bool] = lambda _node: True,
     owned: bool = False,
     refused: Collection[Node] = (),
+    plain: Collection[Node] = (),
 ) -> Planned:
     """Plan a compaction of `catalog`.
 
@@ -60,8 +61,10 @@ def plan_moves(
             merged, or becomes the base of another.
         owned: no other process writes: bases that the newest term's writer may build on next can be freed, too.
         refused: kept checkpoints that cannot or must not be rewritten.
+        plain: kept checkpoints that become uncompressed fulls.
     """
-    return _Planner(catalog, limits, sizes, rates, stays, owned, frozenset(refused)).run()
+    planner = _Planner(catalog, limits, sizes, rates, stays, owned, frozenset(refused))
+    return planner.run(sorted(plain))
 
 
 class _Planner:
@@ -85,10 +88,15 @@ class _Planner:
         self._busy = frozenset[Node]() if owned else writer_bases(catalog)
         self._moves: list[Move] = []
 
-    def run(self) -> Planned:
+    def run(self, plain: Sequence[Node]) -> Planned:
         before, slowest = self._store.nbytes, self._slowest()
         if drops := self._store.garbage():
             self._moves.append(self._store.move("drop", "nothing kept needs it", (), drops))
+        for node in plain:
+            rewrite = Rewrite(node, None, self._store.entry(node).nbytes, plain=True)
+            freed = self._store.freed([node])
+            self._moves.append(self._store.move("materialize", "a full to map", [rewrite], freed, required=True))
+        self._refused |= frozenset(plain)
         for _ in range(_ROUNDS):
             done = len(self._moves)
             self._free_bases()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from ckptstore.errors import CorruptionError, CorruptSegmentError, FencedError, UsageError
 from ckptstore.formats.history.catalog import Catalog
@@ -29,7 +30,7 @@ from ckptstore.log.requests import Outcome
 from ckptstore.maintenance.compact.moves import Move, Rewrite
 from ckptstore.maintenance.compact.writer_bases import writer_bases
 from ckptstore.maintenance.merge.chunk_copies import copied_bytes, copy_encodings, merged_draft
-from ckptstore.maintenance.merge.delta_merge import reencode
+from ckptstore.maintenance.merge.delta_merge import reencode, write_as_full
 from ckptstore.maintenance.merge.merge_check import opened_plan
 from ckptstore.maintenance.merge.merge_range import unneeded
 from ckptstore.maintenance.merge.rewrite_context import RewriteContext
@@ -156,11 +157,11 @@ class MoveExecutor:
             if rewrite.base is not None:
                 other = _entry(catalog, rewrite.base)
                 base = stack.enter_context(opened_plan(self._backend, catalog, other, below, before))
-            written, edge, state = reencode(
+            write = write_as_full if rewrite.plain else partial(reencode, below=base)
+            written, edge, state = write(
                 self._context.session,
                 found,
-                base,
-                lambda one: merged_draft([one], catalog, self._journal.run, self._context.term),
+                draft=lambda one: merged_draft([one], catalog, self._journal.run, self._context.term),
             )
         if state != entry.state:
             raise CorruptSegmentError(f"checkpoint {entry.ref}: its chain gives another state than the log says")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,7 @@ Kind = Literal["drop", "materialize", "re-encode", "merge"]
 
 @dataclass(frozen=True, slots=True)
 class CompactLimits:
-    """The limits that a compaction has to reach.
+    """What a compaction has to reach.
 
     Attributes:
         max_depth: maximum number of deltas and steps that a restore of a kept checkpoint applies to its full; None:
@@ -23,6 +24,7 @@ class CompactLimits:
         max_restore_seconds: maximum time of such a restore; None: no limit.
         target_bytes: size of all segments below which no more bytes are saved at the cost of time; None: save as many
             as possible.
+        plain: REFs of checkpoints that become uncompressed fulls, or stay such.
 
     Raises:
         UsageError: an attribute is invalid.
@@ -31,6 +33,7 @@ class CompactLimits:
     max_depth: int | None = None
     max_restore_seconds: float | None = None
     target_bytes: int | None = None
+    plain: Sequence[str | int] = ()
 
     def __post_init__(self) -> None:
         if self.max_depth is not None:
@@ -56,11 +59,13 @@ class Rewrite:
         node: (term, step).
         base: the kept checkpoint that becomes its base; None: it becomes a full. Of a copy: its present base.
         nbytes: estimated size in bytes.
+        plain: it becomes an uncompressed full, which other programs can map.
     """
 
     node: Node
     base: Node | None
     nbytes: int
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,10 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_copy import LogCopy
 from ckptstore.maintenance.copies.copy_selection import lines_of, with_paths
 from ckptstore.maintenance.copies.transfer import Transfer
-from ckptstore.maintenance.merge.checkpoint_portions import portions_of, write_portions
 from ckptstore.maintenance.merge.chunk_copies import merged_draft
+from ckptstore.maintenance.merge.delta_merge import write_as_full
 from ckptstore.maintenance.merge.merge_check import opened_plan
 from ckptstore.restore.restore_plan import plan
-from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
 
 __all__ = ["WrittenFulls", "copy_as_fulls", "rewrite_as_full"]
@@ -111,13 +110,9 @@ def rewrite_as_full(
         StorageError: a medium failed.
     """
     with opened_plan(journal.backend, catalog, entry, encodings) as found:
-        edge = Encoding(entry.node, "full", None, (), encodings[-1].lossy, 0)
-        draft = merged_draft([edge], catalog, journal.run, entry.term)
-        portions = portions_of(found)
-        made = write_portions(
-            session, portions, draft, lambda number, told: write_plain(session, portions[number].flat, told)
+        segments, edge, state = write_as_full(
+            session, found, lambda one: merged_draft([one], catalog, journal.run, entry.term)
         )
-    if made.state != entry.state:
+    if state != entry.state:
         raise CorruptSegmentError(f"checkpoint {entry.ref}: its chain gives another state than the log says")
-    ids = tuple(segment.id for segment in made.segments)
-    return made.segments, Encoding(entry.node, "full", None, ids, edge.lossy, made.stored)
+    return tuple(segments), edge

@@ -1,4 +1,4 @@
-"""Re-encodes a checkpoint, decoded through its chain, as one delta against a checkpoint below (materialization)."""
+"""Rewrites a checkpoint, decoded through its chain: as one delta against a checkpoint below, or as a full."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ckptstore.formats.history.records import Encoding, SegmentEntry
 from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
 from ckptstore.maintenance.merge.checkpoint_portions import Portion, portions_of, write_portions
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
+from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.delta_encoding import Choices, write_coded
 
-__all__ = ["reencode"]
+__all__ = ["reencode", "write_as_full"]
 
 
 def reencode(
@@ -69,6 +70,22 @@ def reencode(
         # No tensor gained from the base. A full is no larger, and a restore reads nothing else.
         return write(None)
     return made
+
+
+def write_as_full(
+    session: SegmentSession, found: OpenCheckpoint, draft: Callable[[Encoding], SegmentDoc]
+) -> tuple[list[SegmentEntry], Encoding, str]:
+    """Write a checkpoint, decoded through its chain, as an uncompressed full.
+
+    Args, returns and raises as `reencode`.
+    """
+    edge = Encoding(found.entry.node, "full", None, (), found.plan.encodings[-1].lossy, 0)
+    portions = portions_of(found)
+    written = write_portions(
+        session, portions, draft(edge), lambda number, told: write_plain(session, portions[number].flat, told)
+    )
+    edge = replace(edge, segments=tuple(entry.id for entry in written.segments), bytes=written.stored)
+    return list(written.segments), edge, written.state
 
 
 def _gains(portions: Sequence[Portion], choices: Sequence[Choices], gap: int) -> bool:
