@@ -78,7 +78,7 @@ def test_two_ranks_and_their_agents(sweeper: Sweeper, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pytest.param("gradient", marks=long_only)])
+@pytest.mark.parametrize("strategy", [pytest.param(one, marks=long_only) for one in ("gradient", "replica")])
 def test_two_ranks_of_a_model_in_shards_and_their_agents(sweeper: Sweeper, strategy: str) -> None:
     swept(sweeper, Job(strategy, 2, sharded=True, by_agent=True), 1, "3")
 

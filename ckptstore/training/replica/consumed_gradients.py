@@ -34,6 +34,7 @@ from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.sources import TensorSource
 from ckptstore.frameworks.torch_optimizers import settings_of
+from ckptstore.frameworks.torch_shards import local_part
 from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes, from_buffer, on_host
 from ckptstore.host.batched_copies import BatchedCopies
 from ckptstore.host.buffers import Bytes
@@ -275,7 +276,7 @@ class ConsumedGradients:
         moved: list[int] = []
         kept = stale = 0
         for row, parameter, made in rows:
-            gradient = parameter.grad
+            gradient = _gradient(parameter)
             if gradient is None:
                 continue
             moved.append(row)
@@ -410,6 +411,18 @@ class ConsumedGradients:
             self._step.calls.append(call)
         elif self._replicated is not None and self._step.why is None:
             self._step.why = self._replicated.lost or "a step was taken that was not seen to begin"
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient; of a DTensor this rank's part. Raises `UnsupportedStateError`: it is not where the parameter is."""
+    gradient = parameter.grad
+    if gradient is None or not hasattr(parameter, "placements"):
+        return gradient
+    placed = getattr(gradient, "placements", None)
+    # Prevents: a partial sum that is taken for the gradient: the optimizer adds those of all ranks first.
+    if placed != parameter.placements:
+        raise UnsupportedStateError(f"a gradient is placed as {placed}, and its parameter as {parameter.placements}")
+    return local_part(gradient)
 
 
 def _check_form(gradient: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:

@@ -89,7 +89,7 @@ class ReplicaSaves(StateSaves):
         self._replicated: ReplicaClient | None = None
         self._form: _Form | None = None
         self._plan: StatePlan | None = None
-        self._plans_left = _PLANS
+        self._plans_left = 0 if self._captured.sharding else _PLANS
         self._at: int | None = None  # the newest step that the agent has or will have
         self._held: FlatState | None = None  # that step, flattened, while it is only in memory
         self._given_save: PendingSave | None = None  # the newest step's save, once it has begun
@@ -369,7 +369,7 @@ class ReplicaSaves(StateSaves):
                 return FlatState(light.tree, {**self._plan.tensors, **light.tensors})
             self._plan = None
         state = self._captured.state(step, self._ranks)
-        flat = bridge.flattened(state)
+        flat = bridge.flattened(state, sharded=bool(self._captured.sharding))
         if self._plans_left:
             self._plans_left -= 1
             self._plan = StatePlan.made(self._captured, state, flat, step, self._ranks)
