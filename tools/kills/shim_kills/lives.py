@@ -24,6 +24,7 @@ ALL: Final = -1
 AGENT: Final = 1
 """The agent as a victim: with an agent there is one process, and so no rank 1."""
 _AGENTS: Final = -2
+_AGENTS_SCRIPT: Final = b"ckptstore/agent/startup.py"
 _BUSY: Final = "EADDRINUSE"
 
 Start = Callable[..., "Script | subprocess.Popen[bytes]"]
@@ -270,7 +271,7 @@ class _Living:
 def kill_agent(pid: int) -> bool:
     """SIGKILL of an agent -> whether it was alive. A process that has reused its pid is left alone."""
     with contextlib.suppress(OSError):
-        if pid > 1 and b"ckptstore.agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if pid > 1 and _AGENTS_SCRIPT in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
             return True
     return False
