@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckptstore
@@ -396,6 +396,31 @@ def replica(folder: Path) -> None:
     os.environ["CKPTSTORE_RUNTIME_DIR"] = str(folder / "runtime")
     for kind in ("AdamW", "SGD", "AdamW fused", "Adam foreach")[: short_or(1, 4)]:
         replicated_by_agents(folder / f"replica-{kind}", kind)
+    placed_otherwise(folder / "placed")
+
+
+def placed_otherwise(place: Path) -> None:
+    """Gradients that are partial sums, which the optimizer adds first: states are handed over whole, which is said."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(256, 64), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"strategy": "replica", "agent": True, "rank_timeout": 60.0, "linger_seconds": 0}
+    states = {}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with Checkpointer(place, model=model, optimizer=optimizer, **options) as checkpointer:
+            checkpointer.resume()
+            for step in range(1, 4):
+                part = torch.full((256, 64), float(step + dist.get_rank()))
+                model.weight.grad = DTensor.from_local(part, mesh, [Partial()])
+                optimizer.step()
+                checkpointer.step()
+                states[step] = whole(model.weight).clone()
+    (remark,) = [str(one.message) for one in told if issubclass(one.category, UnexplainedStepWarning)]
+    assert "a gradient is placed as (Partial" in remark
+    for step, wanted in states.items():
+        same(ckptstore.open(place).load(step)["model"]["weight"], wanted, f"step {step}")
 
 
 def replicated_by_agents(place: Path, kind: str) -> None:
