@@ -9,11 +9,18 @@ COUNT ?= 10000
 
 .PHONY: docs pages hooks matrix demo test test-rest test-long test-moto check lint types layers golden frozen conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml constraints.txt setup.py
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
 	$(PIP) install -c constraints.txt torch==2.13.0
-	$(PIP) install -c constraints.txt -e '.[torch,plot,fast,test]'
+	$(PIP) install -c constraints.txt -e '.[torch,plot,test]'
+	touch $@
+
+# The compiled kernels, in place; without a C compiler there are none, and numpy does the work.
+formats/core.abi3.so: .venv/.installed $(wildcard native/*)
+	$(BIN)/python native/core_build.py
+
+.venv/.ready: .venv/.installed formats/core.abi3.so
 	touch $@
 
 .venv/.bench-ready: .venv/.ready

@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from ckptstore.exchange.import_files import ImportedFile as ImportedFile
     from ckptstore.following.follower import Followed as Followed
     from ckptstore.following.follower import Follower as Follower
+    from ckptstore.following.publisher import Published as Published
+    from ckptstore.following.publisher import Publisher as Publisher
     from ckptstore.formats.history.records import FormatFile as FormatFile
     from ckptstore.formats.history.records import SegmentEntry as SegmentEntry
     from ckptstore.formats.kernel_choice import KernelWarning as KernelWarning
@@ -174,6 +176,7 @@ _HOMES = {
     "exchange.export": "ExportResult",
     "exchange.import_files": "ImportedFile",
     "following.follower": "Followed Follower",
+    "following.publisher": "Published Publisher",
     "formats.kernel_choice": "KernelWarning",
     "formats.history.records": "FormatFile SegmentEntry",
     "formats.segment_files.segment": "SegmentDoc TensorEntry",

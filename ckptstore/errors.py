@@ -262,7 +262,7 @@ class MissingDependencyError(CkptError, ImportError):
 
 
 class KernelError(CkptError):
-    """A kernel that numba compiled failed while it ran. This process uses numpy's kernels from then on: call the
+    """A compiled kernel failed while it ran. This process uses numpy's kernels from then on: call the
     function again."""
 
 

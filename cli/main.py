@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Restore, import and copy": {
         "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file, or to a folder of Hugging Face's."),
+        "publish": ("publish", "Keep a folder or a bucket's prefix of weights in step with a run."),
         "import": ("import_", "Store .safetensors and .pt files as checkpoints."),
         "copy": ("copy", "Copy checkpoints to another place."),
         "sync": ("sync", "Copy to a second tier what is missing there."),

@@ -181,7 +181,7 @@ class Running:
         self._nbytes += words.size
 
 
-@hot("ckptstore.formats.digest_compiled", reads=["words", "weights"])
+@hot(reads=["words", "weights"])
 def block_sums(words: npt.NDArray[np.uint32], skip: int, weights: _Words, sums: _Words) -> None:
     """Sum words times weights, block by block, into ``sums``. ``skip`` words of the first block precede ``words``."""
     scratch = np.empty(min(len(words), BLOCK_WORDS), np.uint64)
@@ -195,7 +195,7 @@ def block_sums(words: npt.NDArray[np.uint32], skip: int, weights: _Words, sums: 
         start, begin = start + count, 0
 
 
-@hot("ckptstore.formats.digest_compiled", reads=["words", "ends", "weights"])
+@hot(reads=["words", "ends", "weights"])
 def piece_sums(words: npt.NDArray[np.uint32], ends: npt.NDArray[np.int64], weights: _Words, sums: _Words) -> None:
     """Sum words times weights, piece by piece, into ``sums``. Each piece begins with the first weight."""
     start = 0

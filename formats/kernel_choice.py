@@ -1,30 +1,21 @@
-"""Choose the implementation of each hot kernel: the numpy reference, or the same loops compiled by numba.
+"""Choose the implementation of each hot kernel: the numpy reference, or its compiled form.
 
-numpy defines what a kernel does. If the optional package numba is installed (``pip install ckptstore[fast]``), compiled
-forms of the hot kernels run instead. They return the same bits, and tests compare the two. The environment variable
-``CKPTSTORE_KERNELS`` overrides the choice: ``numpy`` never uses numba, ``compiled`` requires it.
+numpy defines what a kernel does. The compiled forms are in C (``native/``), in the extension module
+``ckptstore.formats.core``, which is part of every wheel. They return the same bits, and tests compare the two. If no C
+compiler worked when the package was installed from source, there is no such module, and numpy does the work. The
+environment variable ``CKPTSTORE_KERNELS`` overrides the choice: ``numpy`` never uses compiled forms, ``compiled``
+requires them.
 
-A module of kernels marks a function as hot and names the module with its compiled form, which is imported at the first
-call::
+A module of kernels marks a function as hot. Its compiled form is the function of the same name and arguments in
+``core``, or in another module, which prepares the arguments::
 
-    @hot("ckptstore.formats.codecs.compiled_planes")
+    @hot()
     def difference(new, base, out):
         ...  # in numpy
 
-A function of the same name in that module takes the same arguments. It calls *loops*, which declare their argument
-types, so that each loop is compiled exactly once, at its first call. numba stores the machine code for later processes
-in ``__pycache__``, or in the user's cache folder, or not at all if it can write to neither. `kernel_cache` checks the
-code before it runs. numba notices changes of the file with the loop, but not of constants which that file imports::
-
-    @loop("u4", "u4", "u4!")
-    def _difference(new, base, out):
-        for i in range(len(out)):
-            ...
-
-Loops release the interpreter lock, never reorder floating point operations, and do not check bounds: a kernel that
-takes positions from a payload must check them first. Integers are promoted to 64 bits between loads and stores. Mixing
-``np.uint64`` with a plain integer makes a float, as in numpy, so cast constants. A loop can use vector instructions
-only if the arrays it writes are not among those it reads: write a separate loop for work in place.
+Compiled kernels release the interpreter lock, never reorder floating point operations, and refuse arrays that do not
+fit together with ``ValueError``, before they write. They have one form for each instruction set (``core.sets``); the
+best one that the processor has is used.
 
 A compiled kernel that misbehaves must not look like damage of the medium, and must not write a checkpoint that nobody
 can read. Three measures ensure this:
@@ -35,11 +26,7 @@ can read. Three measures ensure this:
 - An exception that the reference does not raise is an error of the kernel.
 
 In each case all compiled kernels are switched off in this process, a `KernelWarning` names the kernel, and numpy does
-the rest. ``NUMBA_DISABLE_JIT`` also means no numba: run as plain Python, the loops would compute something else.
-
-numba's import and its first loops take half a second. So unless ``CKPTSTORE_KERNELS`` is set, numpy does the work of a
-process until a call has `LARGE` bytes, or all calls together have had `MANY`: a script that saves a few small states
-never imports numba.
+the rest.
 """
 
 from __future__ import annotations
@@ -49,6 +36,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import update_wrapper, wraps
@@ -57,37 +45,29 @@ from typing import Any, Final, Generic, ParamSpec, TypeVar
 import numpy as np
 
 from ckptstore.errors import CkptError, CorruptSegmentError, KernelError, MissingDependencyError, UsageError
-from ckptstore.formats.broken_imports import by_signal
-from ckptstore.formats.kernel_cache import machine_code
 
 KINDS = ("numpy", "compiled")
 VARIABLE = "CKPTSTORE_KERNELS"
-WORDS = (1, 2, 4, 8)
-LARGE: Final = 1 << 20
-"""Bytes of one call that are worth the import of numba."""
-MANY: Final = 64 << 20
-"""Bytes of all calls that are worth it: in numpy they take about as long as the import."""
-_CALL: Final = 1 << 12
-"""What a call counts for in addition to its bytes: numpy takes some microseconds for the smallest array."""
+CORE: Final = "ckptstore.formats.core"
+"""The module with the compiled forms."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = threading.RLock()
 _compiled: bool | None = None
-_loaded = 0
+_own = threading.local()
 _doubts = 0
-_done = 0
 _used = False
 _SMALL = 8
 """Integers below this select what a kernel does, such as ``how`` of ``combine``; larger ones are sizes and limits."""
 
 
 class KernelWarning(UserWarning):
-    """A compiled kernel returned other bytes than numpy or failed, or numba cannot be imported. numpy does the rest."""
+    """A compiled kernel returned other bytes than numpy, or failed. numpy does the rest."""
 
 
-def loaded() -> int:
-    """Return how many loops were compiled or loaded from the cache so far. A timing during which it grew is invalid."""
-    return _loaded
+def comparing_seconds() -> float:
+    """Return the processor time that this thread has spent on comparisons with numpy, beyond that of compiled calls."""
+    return getattr(_own, "comparing", 0.0)
 
 
 def kind() -> str:
@@ -95,22 +75,21 @@ def kind() -> str:
 
     Raises:
         UsageError: ``CKPTSTORE_KERNELS`` has another value.
-        MissingDependencyError: it is ``compiled``, but numba is not installed or does not support this numpy.
+        MissingDependencyError: it is ``compiled``, but the module with the compiled kernels is missing.
     """
     return KINDS[_use_compiled()]
 
 
 def use(wanted: str | None) -> None:
     """Select the form of hot kernels for all threads; None: as the environment says. Raises the errors of ``kind``."""
-    global _compiled, _done, _used
+    global _compiled, _used
     with _lock:
         _compiled = None if wanted is None else _decided(wanted)
         _used |= bool(_compiled)
-        _done = 0
 
 
 def used() -> bool:
-    """Return whether this process uses compiled kernels, or has used them. Does not import numba."""
+    """Return whether this process uses compiled kernels, or has used them."""
     return _used
 
 
@@ -136,7 +115,7 @@ def distrust(kernel: str, why: str) -> None:
         _compiled = False
     _warn(
         f"{kernel}: {why}; this process continues with numpy's kernels, which are slower and write the same bytes. "
-        f"Set {VARIABLE}=numpy until numba is repaired, and check what was saved before: ckpt verify --deep"
+        f"Set {VARIABLE}=numpy until ckptstore is installed again, and check what was saved before: ckpt verify --deep"
     )
 
 
@@ -182,7 +161,7 @@ def confirmed(work: Callable[[], _R], *, since: bool = False) -> _R:
         return work()
     except (CorruptSegmentError, KernelError) as error:
         # Prevents: an intact checkpoint reported as damaged, or dropped, because a compiled kernel is wrong.
-        compiled = before or (before is None and _compiled is not None)  # None: `work` decided it, or had too few bytes
+        compiled = before or (before is None and _compiled is not None)  # None: `work` decided it, or called no kernel
         if not (since or compiled) or not getattr(error, "computed", True):
             raise
     with doubted():
@@ -192,7 +171,7 @@ def confirmed(work: Callable[[], _R], *, since: bool = False) -> _R:
 
 
 def hot(
-    module: str, *, reads: Sequence[str] = (), destroys: Sequence[str] = (), compare: bool = True
+    module: str = CORE, *, reads: Sequence[str] = (), destroys: Sequence[str] = (), compare: bool = True
 ) -> Callable[[Callable[_P, _R]], Hot[_P, _R]]:
     """Declare a reference kernel whose compiled form is the function of the same name in ``module``.
 
@@ -233,7 +212,7 @@ class Hot(Generic[_P, _R]):
             KernelError: the compiled form failed, and the arguments may be partly changed. It is now switched off.
             Anything that the reference raises.
         """
-        if kwargs or not (_worth_compiling(args) if _compiled is None else _compiled):
+        if kwargs or not (_use_compiled() if _compiled is None else _compiled):
             return self.reference(*args, **kwargs)
         arguments: tuple[Any, ...] = args
         if self._compare:
@@ -262,10 +241,12 @@ class Hot(Generic[_P, _R]):
 
     def _compared(self, args: Sequence[Any]) -> _R:
         """Run both forms and return numpy's result. The compiled form works on copies."""
+        began = time.thread_time()
         memory: dict[Any, Any] = {}
         copies = [arg if at in self._reads else _copied(arg, memory) for at, arg in enumerate(args)]
         flaw = ""
         found: Any = None
+        copied = time.thread_time()
         try:
             compiled: Callable[..., _R] = self.compiled
             found = compiled(*copies)
@@ -273,6 +254,7 @@ class Hot(Generic[_P, _R]):
             raise
         except Exception as error:  # noqa: BLE001 - a broken kernel may raise anything
             flaw = f"failed with {type(error).__name__}: {error}"
+        computed = time.thread_time()
         reference: Callable[..., _R] = self.reference
         result = reference(*args)  # raises if the arguments are invalid
         if not flaw:
@@ -287,69 +269,15 @@ class Hot(Generic[_P, _R]):
             flaw = "" if same else "gives other bytes than numpy"
         if flaw:
             distrust(self._name, flaw)
+        _own.comparing = comparing_seconds() + (time.thread_time() - began) - (computed - copied)
         return result
 
     @property
     def compiled(self) -> Callable[_P, _R]:
-        """The compiled form, whichever form is in use. Raises ``ImportError`` without numba."""
+        """The compiled form, whichever form is in use. Raises ``ImportError`` if there is none."""
         if self._fast is None:
             self._fast = getattr(importlib.import_module(self._module), self.reference.__name__)
         return self._fast
-
-
-def loop(*arguments: str) -> Callable[[Callable[_P, _R]], Loop[_P, _R]]:
-    """Declare a loop to be compiled for arguments of exactly these types.
-
-    ``u1 u2 u4 u8 i1 i2 i4 i8 f4 f8`` are contiguous one-dimensional arrays that are only read; with ``!`` appended they
-    are written, too. ``int``, ``float`` and ``bool`` are scalars of 64, 64 and 8 bits. Arrays need no alignment.
-    """
-    return lambda function: Loop(function, arguments)
-
-
-def loops(*arguments: str) -> Callable[[Callable[..., Any]], dict[int, Loop[..., Any]]]:
-    """Declare one loop per word size and return them by size: ``u`` (or ``u!``) in ``arguments`` is the word type."""
-
-    def declare(function: Callable[..., Any]) -> dict[int, Loop[..., Any]]:
-        kinds = {word: [a.replace("u", f"u{word}") if a in ("u", "u!") else a for a in arguments] for word in WORDS}
-        return {word: loop(*kinds[word])(function) for word in WORDS}
-
-    return declare
-
-
-class Loop(Generic[_P, _R]):
-    """A function that numba compiles at its first call."""
-
-    def __init__(self, function: Callable[_P, _R], arguments: tuple[str, ...]) -> None:
-        self._function = function
-        self._arguments = arguments
-        self._machine: Callable[_P, _R] | None = None
-        update_wrapper(self, function)
-
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Run the machine code. Raises ``TypeError`` for arguments of other types than declared."""
-        return (self._machine or self._compile())(*args, **kwargs)
-
-    def _compile(self) -> Callable[_P, _R]:
-        global _loaded
-        with _lock:
-            if self._machine is None:
-                self._machine = _jit(self._function, self._arguments)
-                _loaded += 1
-            return self._machine
-
-
-def inner(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Compile a helper function that loops of the same module call. Imports numba immediately, as such modules may."""
-    import numba
-
-    found: Callable[_P, _R] = numba.njit(nogil=True, error_model="numpy")(function)
-    return found
-
-
-def _jit(function: Callable[_P, _R], arguments: tuple[str, ...]) -> Callable[_P, _R]:
-    signature = tuple(map(_numba_type, arguments))
-    options: dict[str, Any] = {"nopython": True, "nogil": True, "fastmath": False, "error_model": "numpy"}
-    return machine_code(function, signature, options)
 
 
 def _kind_of(argument: Any) -> Any:
@@ -394,33 +322,6 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _numba_type(argument: str) -> Any:
-    from numba import types
-
-    scalars = {"int": types.int64, "float": types.float64, "bool": types.boolean}
-    if argument in scalars:
-        return scalars[argument]
-    kinds = {"u": "uint", "i": "int", "f": "float"}
-    element = getattr(types, f"{kinds[argument[0]]}{8 * int(argument[1])}")
-    return types.Array(element, 1, "C", readonly=not argument.endswith("!"), aligned=False)
-
-
-def _worth_compiling(args: Sequence[Any]) -> bool:
-    """Whether to run the compiled form, while that is undecided: calls of few bytes decide nothing."""
-    global _done
-    if not os.environ.get(VARIABLE):
-        nbytes = next((_nbytes(one) for one in args if isinstance(one, np.ndarray | list)), 0)
-        with _lock:
-            _done += nbytes + _CALL
-            if nbytes < LARGE and _done < MANY and _compiled is None:
-                return False
-    return _use_compiled()
-
-
-def _nbytes(argument: Any) -> int:
-    return sum(map(_nbytes, argument)) if isinstance(argument, list) else int(getattr(argument, "nbytes", 0))
-
-
 def _use_compiled() -> bool:
     global _compiled, _used
     with _lock:
@@ -437,22 +338,12 @@ def _decided(wanted: str) -> bool:
     if wanted == "numpy":
         return False
     try:
-        config = importlib.import_module("numba").config
-    except BaseException as error:  # absent, for another numpy version, an invalid variable NUMBA_…, or broken
-        # Prevents: a process that ends silently because a broken numba calls sys.exit when it is imported.
-        if not isinstance(error, Exception) and by_signal(error):
-            raise
+        importlib.import_module(CORE)
+    except ImportError as error:
         if wanted:
-            raise MissingDependencyError(f"numba is needed: pip install ckptstore[fast] ({error})") from None
-        if not isinstance(error, Exception):
-            _warn(
-                f"numba cannot be imported: it raises {type(error).__name__}({error}). This process uses numpy's "
-                f"kernels, which are slower and write the same bytes; install numba again, or set {VARIABLE}=numpy"
-            )
-        return False
-    # Prevents: loops run as plain Python, where integers grow instead of wrapping.
-    if config.DISABLE_JIT:
-        if wanted:
-            raise UsageError(f"{VARIABLE} is {wanted}, and NUMBA_DISABLE_JIT turns numba's compiler off: unset one")
+            raise MissingDependencyError(
+                f"the compiled kernels are missing ({error}): install a wheel of ckptstore, or install it from source "
+                f"on a machine with a C compiler (pip install -v says why none was used); or unset {VARIABLE}"
+            ) from None
         return False
     return True

@@ -18,25 +18,23 @@ from ckptstore.formats import kernel_choice
 from ckptstore.formats.kernel_choice import hot, steady
 from ckptstore.formats.sources import Bytes
 
-__all__ = ["LARGE", "Addresses", "copy", "moves", "prepare", "ready", "stream"]
+__all__ = ["Addresses", "copy", "copy_pieces", "moves", "stream"]
 
 Addresses: TypeAlias = npt.NDArray[np.int64]
 
 LEAST: Final = 1 << 20
 """Minimum bytes of one copy that are worth copying past the caches."""
-LARGE: Final = 64 << 20
-"""Bytes of a state that exceed the caches of most processors; `prepare` is not called for a smaller state."""
 _TRIED: Final = 1 << 12
-_ready = False
+_checked = False
 
 
-@hot("ckptstore.formats.uncached_copy_compiled", compare=False)
+@hot(compare=False)
 def stream(source: Bytes, out: Bytes) -> None:
     """Copy `source` to `out`, which has the same length and does not overlap it."""
     np.copyto(out, source)
 
 
-@hot("ckptstore.formats.uncached_copy_compiled", compare=False)
+@hot(compare=False)
 def moves(to: Addresses, at: Addresses, lengths: Addresses, past: int) -> None:  # noqa: ARG001  # of the compiled form
     """Copy many pieces of memory by address. The addresses are not checked.
 
@@ -50,23 +48,34 @@ def moves(to: Addresses, at: Addresses, lengths: Addresses, past: int) -> None: 
 
 @steady
 def copy(source: Bytes, out: Bytes) -> None:
-    """Copy `source` to `out`, of the same length and not overlapping; past the caches if `prepare` was called."""
-    if _ready and len(out) >= LEAST:
+    """Copy `source` to `out`, of the same length and not overlapping; a large copy bypasses the caches."""
+    if len(out) >= LEAST:
+        _check_once()
         stream(source, out)
     else:
         np.copyto(out, source)
 
 
-def prepare() -> None:
-    """Load and test the compiled form, if there is one. It takes half a second, for which no copy should wait."""
-    global _ready
-    if not _ready and kernel_choice.kind() == "compiled":
-        _try()
-    _ready = True
+@steady
+def copy_pieces(to: Addresses, at: Addresses, lengths: Addresses, past: int) -> None:
+    """Copy many pieces of memory by address, as `moves` does."""
+    _check_once()
+    moves(to, at, lengths, past)
 
 
-def _try() -> None:
-    """Copy known bytes with both kernels. Later copies are not compared: that would take as much memory again."""
+def _check_once() -> None:
+    """Copy known bytes with both kernels, before the first copy of this process that uses them.
+
+    Later copies are not compared: that would take as much memory again. If a copy differs, compiled kernels are
+    switched off, with a warning.
+    """
+    global _checked
+    if not _checked and kernel_choice.kind() == "compiled":
+        _check()
+        _checked = True
+
+
+def _check() -> None:
     source = np.arange(_TRIED, dtype=np.uint32).view(np.uint8)
     with contextlib.suppress(KernelError):  # switched off, with a warning
         for kernel in (stream, _moved):
@@ -78,9 +87,7 @@ def _try() -> None:
                 or out[:5].any()
                 or out[len(source) - 5 :].any()
             ):
-                kernel_choice.distrust(
-                    "compiled kernels of ckptstore.formats.uncached_copy_compiled", "copy other bytes"
-                )
+                kernel_choice.distrust("compiled kernels 'stream' and 'moves'", "copy other bytes")
                 return
 
 
@@ -90,8 +97,3 @@ def _moved(source: Bytes, out: Bytes) -> None:
     at = np.array([source.ctypes.data, source.ctypes.data + few], np.int64)
     to = np.array([out.ctypes.data, out.ctypes.data + few], np.int64)
     moves(to, at, np.array([few, len(source) - few], np.int64), 2 * few)
-
-
-def ready() -> bool:
-    """Whether compiled copies are in use and loaded. If not, many small copies are faster by other means."""
-    return _ready and kernel_choice.kind() == "compiled"

@@ -19,6 +19,7 @@ REST: Final = (
     "tests/agent/test_agent_docs.py",
     "tests/cli/test_operations_docs.py",
     "tests/following/test_docs.py",
+    "tests/following/test_publish_docs.py",
     "tests/maintenance/test_retention_docs.py",
     "tests/store/test_shim_example.py",
     "tests/training/test_checkpointer_docs.py",
@@ -26,6 +27,7 @@ REST: Final = (
     "tests/training/test_layerwise_docs.py",
     # Samples of kills at every crash point.
     "tests/backends/test_fsspec_kills.py",
+    "tests/following/test_publish_kills.py",
     "tests/maintenance/test_compact_kills.py",
     "tests/maintenance/test_prune_kills.py",
     "tests/maintenance/test_upkeep_kills.py",
@@ -55,7 +57,6 @@ REST: Final = (
     "tests/training/test_warnings_as_errors.py",
     "tests/write/test_warnings_as_errors.py",
     # Interpreters that compile kernels, and an older version of this package.
-    "tests/formats/test_kernel_cache.py",
     "tests/maintenance/test_wrong_compiled_kernels.py",
     "tests/store/test_frozen_version.py",
     # Measured memory of processes, and states of more than a hundred megabytes.

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "agent.md": "tests/agent/test_agent_docs.py",
     "following.md": "tests/following/test_docs.py",
+    "serving.md": "tests/following/test_publish_docs.py",
     "checkpointer.md": "tests/training/test_checkpointer_docs.py",
     "operations.md": "tests/cli/test_operations_docs.py",
     "retention.md": "tests/maintenance/test_retention_docs.py",
@@ -247,6 +248,7 @@ def expanded(word: str) -> list[str]:
 NOT_RUN_LINES = {
     "tune interval": "saves for seconds; tests/cli/test_tune_interval.py runs it",
     "follow runs/gpt": "goes on until Ctrl-C, or runs a command; tests/cli/test_follow.py runs it",
+    "publish runs/gpt --to /shared": "goes on until Ctrl-C, or a folder of somebody's; tests/cli/test_publish.py",
     "compact runs/long": "a long run; tests/maintenance/test_retention_docs.py runs it",
     "sync runs/gpt": "to what the store remembers; tests/tiers/test_sync.py runs it",
     "watch runs/gpt": "ends with Ctrl-C; tests/cli/test_watch.py runs it",

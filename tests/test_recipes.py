@@ -63,7 +63,6 @@ def proof(tree: Path, folder: Path, code: str, *, paths: tuple[Path, ...] = ()) 
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (tree, *paths))),
-        "CKPTSTORE_KERNELS": "numpy",  # compiling the copy's kernels takes seconds and belongs to no recipe
     }
     begin = f"import ckptstore, sys\nassert ckptstore.__file__.startswith({str(tree)!r}), ckptstore.__file__\n"
     done = subprocess.run(

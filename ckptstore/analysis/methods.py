@@ -52,8 +52,6 @@ TOP: Final = 12
 
 _FEW: Final = 2
 """Maximum number of a method's candidates that are tried on every unit; more are tried only on the first unit."""
-_TRIES: Final = 5
-"""Maximum number of runs until one loads no kernel; other threads load kernels, too."""
 _P = TypeVar("_P", bound="bytes | Bytes")
 _R = TypeVar("_R")
 Words: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
@@ -163,17 +161,17 @@ def _coded(name: str, codec: Codec, data: Bytes, base: Bytes | None) -> Coded:
 
 
 def _timed(name: str, encode: Callable[[], _P], decode: Callable[[_P], _R]) -> tuple[Coded, _R]:
-    """Measure this thread's processor time, without the time of kernels that are compiled or loaded meanwhile."""
-    for _ in range(_TRIES):
-        before = kernel_choice.loaded()
-        began = time.thread_time()
-        payload = encode()
-        encoded = time.thread_time()
-        restored = decode(payload)
-        decoded = time.thread_time()
-        if kernel_choice.loaded() == before:
-            break
+    """Measure this thread's processor time, without that of comparing kernels with numpy."""
+    began = _own_seconds()
+    payload = encode()
+    encoded = _own_seconds()
+    restored = decode(payload)
+    decoded = _own_seconds()
     return Coded(name, len(payload), encoded - began, decoded - encoded), restored
+
+
+def _own_seconds() -> float:
+    return time.thread_time() - kernel_choice.comparing_seconds()
 
 
 def prefix_counts(data: Bytes, word: int) -> npt.NDArray[np.int64] | None:

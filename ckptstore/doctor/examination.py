@@ -32,7 +32,7 @@ def examine(place: str | None = None, *, quick: bool = False, tell: Tell = lambd
     Args:
         place: path or URL of a store, existing or planned; None: the working folder. Files are written in its folder
             (or the nearest existing folder above), or objects below its prefix, and removed again.
-        quick: measure no speeds, and import neither torch nor numba: under half a second.
+        quick: measure no speeds, and do not import torch: under half a second.
         tell: called with the name of the next part.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 import re
 from collections.abc import Iterator
@@ -23,13 +24,13 @@ _OPTIONAL: Final = {
 
 
 def examine_software(*, quick: bool) -> Iterator[Finding]:
-    """Check what is installed. Imports torch and numba, which takes seconds, unless `quick`."""
+    """Check what is installed. Imports torch, which takes seconds, unless `quick`."""
     yield Finding(
         "software", "python", "works", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     )
     yield _packages()
     yield _torch(quick=quick)
-    yield _numba(quick=quick)
+    yield _kernels()
     for extra, purpose in _OPTIONAL.items():
         yield _extra(extra, purpose)
 
@@ -114,25 +115,22 @@ def _torch(*, quick: bool) -> Finding:
     return Finding("software", "torch", "works", what, None, {"version": version, **seen})
 
 
-def _numba(*, quick: bool) -> Finding:
-    version = _version("numba")
-    values = {"version": version}
-    if version is None:
-        what = "not installed: numpy encodes deltas and step diffs at about half the speed, to the same bytes"
-        return Finding("software", "numba", "slow", what, "pip install 'ckptstore[fast]'", values)
-    if quick:
-        return Finding("software", "numba", "works", f"{version} (not imported)", None, values)
+def _kernels() -> Finding:
     from ckptstore.formats import kernel_choice
 
+    variable = kernel_choice.VARIABLE
     try:
         kind = kernel_choice.kind()
     except CkptError as error:
-        return Finding("software", "numba", "fails", str(error), f"unset {kernel_choice.VARIABLE}", values)
+        return Finding("software", "kernels", "fails", str(error), f"unset {variable}")
+    values = {"kernels": kind}
     if kind == "compiled":
-        return Finding(
-            "software", "numba", "works", f"{version}, hot loops are compiled", None, values | {"kernels": kind}
-        )
-    what = f"{version} is not used: hot loops run in numpy, at about half the speed"
-    unset = f"unset {kernel_choice.VARIABLE} and NUMBA_DISABLE_JIT"
-    do = f"{unset}, or install compatible versions of numba and numpy"
-    return Finding("software", "numba", "slow", what, do, values | {"kernels": kind})
+        name = importlib.import_module(kernel_choice.CORE).selected()
+        return Finding("software", "kernels", "works", f"compiled, for {name}", None, values | {"instructions": name})
+    what = "in numpy, which encodes deltas and step diffs at about half the speed, to the same bytes"
+    try:
+        importlib.import_module(kernel_choice.CORE)
+    except ImportError as error:
+        do = "install a wheel, or install it from source where there is a C compiler (pip install -v says what fails)"
+        return Finding("software", "kernels", "slow", f"{what}: {error}", do, values)
+    return Finding("software", "kernels", "slow", what, f"unset {variable}", values)

@@ -47,7 +47,17 @@ from ckptstore.restore.tensor_streams import streams
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
 
-__all__ = ["ExportResult", "PrefixSelection", "export", "export_resident", "is_export", "write_export"]
+__all__ = [
+    "ExportResult",
+    "PrefixSelection",
+    "chosen_tensors",
+    "export",
+    "export_resident",
+    "file_metadata",
+    "is_export",
+    "shards",
+    "write_export",
+]
 
 _HEADER_ALIGN: Final = 128
 
@@ -181,7 +191,7 @@ def export_state(flat: FlatState, out: Path, format: Literal["safetensors", "pt"
             converted = _write_pt(file, content)
         else:
             members = list(entries.values())
-            _write_safetensors(file, members, _metadata("", [flat.tree], members), content.chunks)
+            _write_safetensors(file, members, file_metadata("", [flat.tree], members), content.chunks)
         files.publish()
     return converted
 
@@ -221,12 +231,11 @@ def write_export(
 ) -> ExportResult:
     """Write an open checkpoint to `out`, as `export` does. Its folder exists and is not in a store."""
     with outputs(overwrite) as files:
-        if not isinstance(select, PrefixSelection):
-            names, tree, tied = _picked(found, select or None)
-        elif format == "pt" and (part := _part(found, select)) is not None:
-            names, tree, tied = {name: name for name in tensor_names(part)}, part, ()
+        if format == "pt" and isinstance(select, PrefixSelection) and (part := _part(found, select)) is not None:
+            names, tree = {name: name for name in tensor_names(part)}, part
+            tied: tuple[tuple[str, str], ...] = ()
         else:
-            names, tree, tied = _flat(found, select)
+            names, tree, tied = chosen_tensors(found, select)
         chosen = {name: replace(found.tensors[tensor], name=name) for tensor, name in names.items()}
         content = _Content(found.ref, tree, chosen, _counted(found, names, progress))
         made = ExportResult(found.ref, format, (out,), None, content.nbytes, len(chosen), lossy=found.lossy)
@@ -284,6 +293,14 @@ def _counted(found: RestoreSource, names: Mapping[str, str], progress: Progress 
 
 _Chosen = tuple[dict[str, str], Any, tuple[tuple[str, str], ...]]
 """Tensor -> its name in the file; the tree with these names; `ExportResult.tied`."""
+
+
+def chosen_tensors(found: RestoreSource, select: str | Sequence[str] | PrefixSelection | None) -> _Chosen:
+    """The tensors of a selection, their names in a safetensors file, the tree with these names, and the tied places.
+
+    Raises `UsageError` or `TensorNotFoundError`, as `export`.
+    """
+    return _flat(found, select) if isinstance(select, PrefixSelection) else _picked(found, select or None)
 
 
 def _picked(found: RestoreSource, select: str | Sequence[str] | None) -> _Chosen:
@@ -361,40 +378,41 @@ def _write_shards(
     files: Outputs, out: Path, content: _Content, limit: int | None
 ) -> tuple[tuple[Path, ...], Path | None]:
     entries = content.entries
-    shards = _split(entries, limit)
-    if len(shards) == 1:
+    groups = shards(entries, limit)
+    if len(groups) == 1:
         paths = [out]
     else:
-        count = len(shards)
+        count = len(groups)
         paths = [out.with_name(f"{out.stem}-{n:05d}-of-{count:05d}{out.suffix}") for n in range(1, count + 1)]
-    index = out.with_name(f"{out.name}.index.json") if len(shards) > 1 else None
+    index = out.with_name(f"{out.name}.index.json") if len(groups) > 1 else None
     if index is not None:
         files.refuse_existing(index)
-    for number, (path, names) in enumerate(zip(paths, shards, strict=True)):
+    for number, (path, names) in enumerate(zip(paths, groups, strict=True)):
         members = [entries[name] for name in names]
-        metadata = _metadata(content.ref, [] if number else [content.tree], members)
+        metadata = file_metadata(content.ref, [] if number else [content.tree], members)
         file = files.create(path, sum(entry.nbytes for entry in members))
         _write_safetensors(file, members, metadata, content.chunks)
     if index is not None:
-        where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
+        where = {name: path.name for path, names in zip(paths, groups, strict=True) for name in names}
         text = json.dumps({"metadata": {"total_size": content.nbytes}, "weight_map": where}, indent=2) + "\n"
         files.create(index, len(text)).write(text.encode())  # published last: readers find the shards by it
     return tuple(paths), index
 
 
-def _split(entries: Mapping[str, TensorEntry], limit: int | None) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
+def shards(entries: Mapping[str, TensorEntry], limit: int | None) -> list[list[str]]:
+    """The names of the tensors of each file, in order: another file begins before one exceeds `limit` bytes."""
+    found: list[list[str]] = [[]]
     size = 0
     for name, entry in entries.items():
-        if limit is not None and shards[-1] and size + entry.nbytes > limit:
-            shards.append([])
+        if limit is not None and found[-1] and size + entry.nbytes > limit:
+            found.append([])
             size = 0
-        shards[-1].append(name)
+        found[-1].append(name)
         size += entry.nbytes
-    return shards
+    return found
 
 
-def _metadata(ref: str, trees: Sequence[Any], entries: Sequence[TensorEntry]) -> dict[str, str]:
+def file_metadata(ref: str, trees: Sequence[Any], entries: Sequence[TensorEntry]) -> dict[str, str]:
     """The ``__metadata__`` of a file, with the state's tree if `trees` has it: the tree of the state None is None."""
     metadata = {"format": "pt"}  # transformers refuses files without it
     if ref:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
     from ckptstore.restore.restore_source import RestoreSource
 
-__all__ = ["LAYOUTS", "Layout", "export_layout"]
+__all__ = ["LAYOUTS", "Layout", "export_layout", "model_files"]
 
 Layout = Literal["hf", "hf-trainer"]
 LAYOUTS: Final[tuple[Layout, ...]] = ("hf", "hf-trainer")
@@ -121,6 +121,18 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+def model_files(found: RestoreSource) -> dict[str, bytes]:
+    """The configuration and the tokenizer that a checkpoint holds: name of a file -> its bytes. Empty: it holds none.
+
+    Raises `FormatError`: a name is no name of a file.
+    """
+    try:
+        files = _Contents(found, "hf").files
+    except UsageError:  # no Trainer saved it, and no folder of one was imported
+        return {}
+    return files
+
+
 class _Contents:
     """What a layout takes from a checkpoint, besides the weights."""
 
@@ -145,13 +157,21 @@ class _Contents:
         if self._whole and self._state() is None:
             raise UsageError(f"checkpoint {found.ref} holds no state of a Trainer: --layout hf writes the model alone")
 
-    def write(self, folder: Path) -> None:
-        """Write it. Raises `StorageError`."""
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Name of a file that was saved byte by byte -> its bytes. Raises `FormatError`: one is no name of a file."""
+        found: dict[str, bytes] = {}
         for name, data in self._files.items():
             if Path(name).name != name or name in ("", ".", ".."):
                 raise FormatError(f"checkpoint {self._found.ref}: {name!r:.80} is no name of a file")
             if self._whole or name not in _OF_TRAINER:
-                _plain(folder / name, np.asarray(data, np.uint8).tobytes())
+                found[name] = np.asarray(data, np.uint8).tobytes()
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Write it. Raises `StorageError`."""
+        for name, data in self.files.items():
+            _plain(folder / name, data)
         if not self._whole:
             return
         for part in _PARTS:

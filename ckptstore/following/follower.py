@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptSegmentError, UsageError
 from ckptstore.exchange.export import export_resident
 from ckptstore.following import ancestry
 from ckptstore.following.follower_targets import TargetState, refuse_foreign, resident_from_file
+from ckptstore.following.polling import Polling, check_polling
 from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.records import Node, ref_of
 from ckptstore.host.buffers import Bytes
@@ -33,13 +33,7 @@ from ckptstore.restore.resident_load import BytesRead, lacking, load_resident
 if TYPE_CHECKING:
     from ckptstore.host.progress import Progress
 
-__all__ = ["LONGEST", "SHORTEST", "FollowOptions", "Followed", "Follower"]
-
-SHORTEST: Final = 0.01
-LONGEST: Final = 86400.0
-"""Limits of the seconds between two polls."""
-_NAP: Final = 0.2
-"""Seconds after which a waiting thread checks whether it should end."""
+__all__ = ["FollowOptions", "Followed", "Follower"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +54,7 @@ class FollowOptions:
     out: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if not _seconds(self.poll) or not SHORTEST <= self.poll <= LONGEST:
-            raise UsageError(f"poll: {self.poll!r:.80}; it takes {SHORTEST:g} to {LONGEST:g} seconds between two polls")
-        if self.timeout is not None and (not _seconds(self.timeout) or not self.timeout >= 0):
-            raise UsageError(f"timeout: {self.timeout!r:.80}; a number of seconds, or None, is needed")
+        check_polling(self.poll, self.timeout)
         if self.into is not None and self.out is not None:
             raise UsageError("into= and out=: one follower fills tensors or replaces a file; open two")
         if self.rank is not None and self.out is not None:
@@ -76,10 +67,6 @@ class FollowOptions:
         return LoadOptions(
             self.framework, self.into, self.select, self.device, verify=False, threads=self.threads, rank=self.rank
         )
-
-
-def _seconds(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +108,7 @@ class _Goal:
     fork: str | None
 
 
-class Follower:
+class Follower(Polling[Followed]):
     """An iterator over the checkpoints of a run as they appear; see `Store.follow`.
 
     One thread iterates; any thread may call `close`. After an error ``next`` continues: the checkpoint in memory is
@@ -130,28 +117,17 @@ class Follower:
 
     def __init__(self, journal: Journal, after: str | int | None, options: FollowOptions) -> None:
         """Read nothing yet."""
+        super().__init__(options.poll, options.timeout, options.stop)
         self._options = options
         self._after = after
         self._begun = False
         self._looks = LogWatch(journal)
         self._costs = journal.backend.costs
-        self._closed = threading.Event()
         self._looking = threading.Lock()
         self._held: list[ResidentCheckpoint] = []  # the newest checkpoint, and its base
         self._spare: list[Bytes] = []
         self._seen: Node | None = None
         self._waiting: deque[_Goal] = deque()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the iteration: a waiting ``next`` raises `StopIteration` soon, and the memory is freed.
@@ -169,27 +145,6 @@ class Follower:
                 self._looks.close()
             finally:
                 self._looking.release()
-
-    @property
-    def ended(self) -> bool:
-        """Whether `close` was called, or the event `stop` is set."""
-        stop = self._options.stop
-        return self._closed.is_set() or (stop is not None and stop.is_set())
-
-    def __next__(self) -> Followed:
-        """The next checkpoint; waits for it. Raises as `Store.follow` says; `StopIteration`: ended, or timed out."""
-        options, began = self._options, time.monotonic()
-        while not self.ended:
-            if (found := self.look()) is not None:
-                return found
-            until = time.monotonic() + options.poll
-            if options.timeout is not None:
-                if time.monotonic() - began >= options.timeout:
-                    break
-                until = min(until, began + options.timeout)
-            while not self.ended and (left := until - time.monotonic()) > 0:
-                self._closed.wait(min(left, _NAP))
-        raise StopIteration
 
     def look(self) -> Followed | None:
         """The next checkpoint if there is one already, else None: ``next`` without waiting."""

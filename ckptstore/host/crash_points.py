@@ -87,7 +87,17 @@ TIER_POINTS: Final[Mapping[str, str]] = {
     "tiers.filled": "the store has what the term continues from, but not the term",
 }
 """Further crash points of a store with a second tier. Copies pass those of ``replica``, too."""
-_POINTS: Final = (*CRASH_POINTS, *UPKEEP_POINTS, *RANK_POINTS, *TIER_POINTS)
+PUBLISH_POINTS: Final[Mapping[str, str]] = {
+    "publish.claimed": "the number of a version is claimed, nothing of it is written",
+    "publish.before-header": "the tensors of a file are written, it has no header",
+    "publish.written": "all files of a version are durable, it has no manifest",
+    "publish.complete": "the manifest is durable, the pointer names the version before",
+    "publish.pointed": "the pointer names the version, and is not durable",
+    "publish.committed": "the pointer is durable, nothing is removed",
+    "publish.removing": "the manifest of an old version is removed, its files are there",
+}
+"""Further crash points of a publisher of weights."""
+_POINTS: Final = (*CRASH_POINTS, *UPKEEP_POINTS, *RANK_POINTS, *TIER_POINTS, *PUBLISH_POINTS)
 _ALL: Final = frozenset(_POINTS)
 _ENVIRONMENT: Final = "CKPTSTORE_CRASH_AT"
 _name = ""

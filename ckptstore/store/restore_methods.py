@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ckptstore.errors import CkptError, CorruptionError, NotFoundError, UsageError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckptstore.exchange.export import ExportResult
     from ckptstore.exchange.trainer_layouts import Layout
     from ckptstore.following.follower import Follower
+    from ckptstore.following.publisher import Publisher
     from ckptstore.formats.history.records import SegmentEntry
     from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
     from ckptstore.host.progress import Progress
@@ -166,6 +167,67 @@ class RestoreMethods(StoreHandle):
             into, select, framework, device, rank, each, poll, timeout, stop, threads, as_progress(progress), out
         )
         return Follower(self.journal, after, options)
+
+    def publish(
+        self,
+        to: str | os.PathLike[str],
+        *,
+        ref: str | int = "latest",
+        layout: Literal["hf", "slime"] = "hf",
+        strip: str | None = "model.",
+        select: str | Sequence[str] | None = None,
+        files: str | os.PathLike[str] | None = None,
+        keep: int = 2,
+        full_every: int = 16,
+        sha256: bool = False,
+        max_shard_bytes: int | None = None,
+        poll: float = 2.0,
+        timeout: float | None = None,
+        stop: threading.Event | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: Progress | bool | None = None,
+    ) -> Publisher:
+        """Keep a folder, or a bucket's prefix, of weights in step with this run, for programs without ckptstore.
+
+        The result is an iterator: each item is a version that was published, and ``next`` waits for the next
+        checkpoint. ``look()`` publishes what there is and does not wait. A version is a full, which is a folder of
+        Hugging Face's, or a delta on the version before; it appears as a whole. Every byte that is read is verified,
+        and each tensor is published with a checksum. The docs page "Serving weights" has the format.
+
+        Args:
+            to: path or URL of the folder, which the first version creates. Not in a store.
+            ref: the checkpoint to publish: each new ``latest``, or each new target of a ``tag:NAME``.
+            layout: of deltas. ``hf``: the changed tensors, whole. ``slime``: as slime's delta weight sync has them.
+            strip: only tensors whose names begin with this prefix, which is removed. Empty or None: all.
+            select: only tensors at places that match one of these patterns, as in `load`.
+            files: a folder with a configuration and a tokenizer for each full, if the checkpoint does not hold them.
+            keep: number of newest versions that are kept, with those that they build on.
+            full_every: every how many versions one is a full. 1: all are.
+            sha256: publish a SHA-256 of each tensor, besides its XXH3-128.
+            max_shard_bytes: maximum bytes of tensors in a file. None: 5 GB, in a bucket 240 MiB.
+            poll, timeout, stop, storage_options, progress: as for `follow`, `open` and, of each version, `load`.
+
+        Raises:
+            UsageError: an invalid option; or the place is a store, is inside one, or has another program's versions.
+            WriterError: another publisher of this machine is at work there (raised by ``next``, as the rest).
+            FencedError: another publisher has taken over.
+            StorageError: a medium failed; the next call tries again.
+            CkptError: of the store, as `load` and `watch`. The former version stays.
+
+        Example:
+            >>> import numpy
+            >>> store = open("memory://published")
+            >>> with store.writer() as writer, store.publish("memory://weights") as publisher:
+            ...     info = writer.save({"model": {"weight": numpy.ones(3)}}, step=1)
+            ...     publisher.look().folder
+            'weight_v000001'
+        """
+        from ckptstore.backends import open_backend
+        from ckptstore.following.publisher import Publisher, PublishOptions
+
+        chosen = (ref, layout, strip, select, files, keep, full_every, sha256, max_shard_bytes)
+        options = PublishOptions(*chosen, poll, timeout, stop, as_progress(progress))
+        return Publisher(self.journal, open_backend(to, create=True, storage_options=storage_options), options)
 
     def read_tensor(
         self, ref: str | int, name: str, *, box: Sequence[slice] | slice | None = None, verify: bool = True

@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable
-from typing import Final, Protocol, TypeVar, runtime_checkable
+from typing import Final, Literal, Protocol, TypeVar, runtime_checkable
 
 from ckptstore.write.saves.ledger import PendingSave
 
-__all__ = ["SavePace", "SavePolicy"]
+__all__ = ["ContinuousSaves", "SavePace", "SavePolicy"]
 
 _P = TypeVar("_P", bound=PendingSave)
 
@@ -34,10 +34,33 @@ class SavePolicy(Protocol):
         """Begin a save, and measure it."""
 
 
+class ContinuousSaves:
+    """A policy that begins a save as soon as the one before is durable, or has failed (Orbax calls it continuous)."""
+
+    def __init__(self) -> None:
+        self._newest: PendingSave | None = None
+
+    def iterated(self, seconds: float) -> None:
+        """Ignored: the time of a save alone decides."""
+
+    def due(self, step: int) -> bool:  # noqa: ARG002 - a policy's interface
+        """Whether no save is in flight."""
+        return self._newest is None or self._newest.done()
+
+    def save(self, begin: Callable[[], _P]) -> _P:
+        """Begin a save, and remember it."""
+        self._newest = pending = begin()
+        return pending
+
+
 class SavePace:
     """The option `save_every` of a `Checkpointer`; measures what steps and saves take."""
 
-    def __init__(self, every: int | SavePolicy, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, every: int | SavePolicy | Literal["continuous"], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        if every == "continuous":
+            every = ContinuousSaves()
         self._every = every if isinstance(every, SavePolicy) else operator.index(every)
         self._clock = clock
         self._since: float | None = None

@@ -39,7 +39,8 @@ class CheckpointerOptions(TypedDict, total=False):
         compressor: a `TopKHook`. Step diffs store its sparse gradients, and a replica is sent them alone.
         save_every: optimizer steps from one checkpoint to the next (default 1), or a
             `ckptstore.tuning.IntervalController`, which chooses the interval so that saves slow training down by no
-            more than its limit. Leaving the ``with`` without an error always saves the last step.
+            more than its limit. ``continuous``: a save begins as soon as the one before is durable. Leaving the
+            ``with`` without an error always saves the last step.
         full_every: with step diffs, checkpoints from one full to the next (default 100).
         batch: with step diffs, steps that are written together (default 1). If the process is killed, the steps that
             wait for their batch are lost.
@@ -70,7 +71,7 @@ class CheckpointerOptions(TypedDict, total=False):
     scaler: Any
     extra: Mapping[str, Any] | None
     compressor: Compressor | None
-    save_every: int | SavePolicy
+    save_every: int | SavePolicy | Literal["continuous"]
     full_every: int
     batch: int
     deltas: DeltaOptions | None
@@ -99,7 +100,7 @@ class SaveSettings:
 
     strategy: str = "auto"
     compressor: Compressor | None = None
-    save_every: int | SavePolicy = 1
+    save_every: int | SavePolicy | Literal["continuous"] = 1
     full_every: int = 100
     batch: int = 1
     deltas: DeltaOptions | None = None
@@ -123,7 +124,9 @@ class SaveSettings:
             raise UsageError(f"strategy: {self.strategy!r}; it may be {', '.join(map(repr, STRATEGIES))}")
         if self.on_error not in ("raise", "warn"):
             raise UsageError(f"on_error: {self.on_error!r}; it may be 'raise' or 'warn'")
-        if not isinstance(self.save_every, SavePolicy):
+        if isinstance(self.save_every, str) and self.save_every != "continuous":
+            raise UsageError(f"save_every: {self.save_every!r}; a number of steps, 'continuous', or a controller")
+        if not isinstance(self.save_every, str | SavePolicy):
             whole("save_every", self.save_every, 1)
         elif self.strategy == "replica":
             raise UsageError("save_every: with strategy='replica' the agent decides what is saved; give a number")
@@ -154,7 +157,7 @@ class SaveSettings:
     @property
     def every(self) -> int | None:
         """Steps from one checkpoint to the next; None: a controller decides."""
-        return None if isinstance(self.save_every, SavePolicy) else self.save_every
+        return self.save_every if isinstance(self.save_every, int) else None
 
     @classmethod
     def of(cls, strategy: str, options: Mapping[str, Any]) -> SaveSettings:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
+from typing import Final
 
 from ckptstore.errors import CheckpointNotFoundError
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.reports.restore_explanation import explain
+from ckptstore.reports.restore_explanation import explained
 from ckptstore.restore.open_checkpoint import opened
+from ckptstore.restore.restore_rates import measure_rates
 from ckptstore.store import Store
 
-__all__ = ["JobMeasurement", "measure", "seconds_per_step"]
+__all__ = ["REPEATS", "JobMeasurement", "measure", "seconds_per_step"]
+
+REPEATS: Final = 5
+"""How often the times are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,8 @@ class JobMeasurement:
         load_full: seconds to read and decode the full.
         merge_batch: seconds to open one segment of diffs, or None without diffs.
         replay_diff: seconds to read and decode one diff, or None without diffs.
+        spread: `load_full`, `merge_batch` and `replay_diff` -> the least and the most that the repeated measurements
+            gave. The attributes are their medians.
     """
 
     ref: str
@@ -44,12 +51,14 @@ class JobMeasurement:
     load_full: float
     merge_batch: float | None
     replay_diff: float | None
+    spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def measure(store: Store) -> JobMeasurement:
     """Measure the newest checkpoint that is not a full (or the newest full if there is none), and the history.
 
-    Reads headers and at most 32 MiB.
+    What takes time is measured `REPEATS` times, after a first time that warms caches and kernels and does not count.
+    Reads headers, and at most 32 MiB each time.
 
     Raises:
         CheckpointNotFoundError: the store holds no full.
@@ -61,9 +70,8 @@ def measure(store: Store) -> JobMeasurement:
     if not fulls:
         raise CheckpointNotFoundError(f"{store.url}: holds no full checkpoint to measure")
     ref = (diffs or fulls)[-1].ref
-    steps = explain(store.journal, ref).steps
-    replays = [step.seconds for step in steps if step.base is not None]
-    opening = min(_opening_seconds(store, ref) for _ in range(3))  # the minimum is the least disturbed
+    times = [_times(store, ref) for _ in range(1 + REPEATS)][1:]
+    measured = {name: sorted(one[name] for one in times) for name in times[0]}
     neighbours = list(_neighbours(infos))
     return JobMeasurement(
         ref=ref,
@@ -73,22 +81,27 @@ def measure(store: Store) -> JobMeasurement:
         diff_bytes=_median([info.stored for info in diffs]),
         write_floor=max((b.stored / (b.time - a.time) for a, b in neighbours), default=None),
         iteration=seconds_per_step(infos),
-        load_full=sum(step.seconds for step in steps if step.base is None),
-        merge_batch=opening if replays else None,
-        replay_diff=_median(replays),
+        load_full=median(measured["load_full"]),
+        merge_batch=_median(measured.get("merge_batch", [])),
+        replay_diff=_median(measured.get("replay_diff", [])),
+        spread={name: (found[0], found[-1]) for name, found in measured.items()},
     )
+
+
+def _times(store: Store, ref: str) -> dict[str, float]:
+    """Measure once: the seconds of `JobMeasurement`, by name; the last two only with diffs."""
+    began = time.perf_counter()
+    with opened(store.journal, ref) as found:
+        opening = (time.perf_counter() - began) / len(found.readers)
+        steps = explained(found, None, measure_rates(found)).steps
+    times = {"load_full": sum(step.seconds for step in steps if step.base is None)}
+    replays = [step.seconds for step in steps if step.base is not None]
+    return times | {"merge_batch": opening, "replay_diff": median(replays)} if replays else times
 
 
 def seconds_per_step(infos: Sequence[CheckpointInfo]) -> float | None:
     """The median over neighbouring checkpoints of a term, saves included; None without such a pair."""
     return _median([(b.time - a.time) / (b.step - a.step) for a, b in _neighbours(infos)])
-
-
-def _opening_seconds(store: Store, ref: str) -> float:
-    """Seconds per segment to find, pin, open and describe the data for a restore of `ref`."""
-    began = time.perf_counter()
-    with opened(store.journal, ref) as found:
-        return (time.perf_counter() - began) / len(found.readers)
 
 
 def _neighbours(infos: Sequence[CheckpointInfo]) -> Iterable[tuple[CheckpointInfo, CheckpointInfo]]:

@@ -32,13 +32,13 @@ _COLOURS = {"works": "green", "slow": "yellow", "careful": "yellow", "absent": "
     alone=True,
 )
 @STORE_OR_NOTHING
-@click.option("--quick", is_flag=True, help="Measure no speeds; do not import torch and numba.")
+@click.option("--quick", is_flag=True, help="Measure no speeds; do not import torch.")
 def command(store: str | None, quick: bool, as_json: bool) -> int:
     """Report what works on this machine and medium, what is slow, and what to do.
 
-    Examines torch, numba, the processor, memory, the file system, O_DIRECT, fsync, the disk's speed, persistent memory,
-    credentials, the clock, and the log of STORE. For this it writes up to 512 MiB into the folder of STORE (or the
-    working folder; in a bucket one object of 8 MiB), and removes it again. Takes some seconds. Exits with 1 if
+    Examines torch, the kernels, the processor, memory, the file system, O_DIRECT, fsync, the disk's speed, persistent
+    memory, credentials, the clock, and the log of STORE. For this it writes up to 512 MiB into the folder of STORE (or
+    the working folder; in a bucket one object of 8 MiB), and removes it again. Takes some seconds. Exits with 1 if
     something does not work.
     """
     from ckptstore.doctor.examination import examine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -107,6 +107,7 @@ def _wasted_time(
         wasted = document["optimum"]["wasted"]["total"] * run_time * gpus
         document["run"] = {"seconds": run_time, "gpus": gpus, "wasted_gpu_seconds": wasted}
     document["measured"] = None if measured is None else asdict(measured)
+    document["steady"] = None if measured is None else _steady(document, _extremes(job, sources, measured))
     document["plot"] = None if plot is None else str(plot)
     if as_json:
         emit(document)
@@ -114,6 +115,8 @@ def _wasted_time(
         typed = {name: one.text for name, one in given.items() if isinstance(one, Typed)}
         say_all(_text(document, typed))
     _remarks(job, sources)
+    if document["steady"] is False:
+        note("measure again while the machine is idle, or pass the times: --load-time, --merge-time, --replay-time")
 
 
 command.add_command(interval)
@@ -154,6 +157,35 @@ def _job(
         raise click.UsageError(f"missing: {', '.join(missing)} ({why})")
     take("default", {"merge_batch": 0.0, "replay_diff": 0.0, "write_latency": 0.0})
     return Job(**values, recovery=recovery), {name: sources[name] for name in _OPTIONS if name in sources}
+
+
+_REGRET: Final = 1.1
+"""The most that a configuration may waste, as a multiple of the least, for any of the measured times."""
+
+
+def _extremes(job: Job, sources: dict[str, str], measured: JobMeasurement) -> list[Job]:
+    """Return the job with the least and with the most of each time that the store gave, together."""
+    found = []
+    used = {name: both for name, both in measured.spread.items() if sources.get(name) == "store"}
+    for end in (0, 1):
+        values: dict[str, Any] = {name: both[end] for name, both in used.items()}
+        if job.recovery == "parallel" and "merge_batch" in values:
+            values["merge_batch"] += measured.spread["replay_diff"][end]
+        found.append(replace(job, **values))
+    return found
+
+
+def _steady(found: dict[str, Any], extremes: list[Job]) -> bool:
+    """Tell whether the advice is good for the shortest and for the longest times that were measured."""
+    from ckptstore.tuning import best, fulls_only
+
+    chosen = found["fulls_only" if _fulls_win(found) else "optimum"]
+    for job in extremes:
+        model = job.model()
+        least = min(model.total(one.interval, one.batch) for one in (best(model), fulls_only(model)))
+        if model.total(chosen["interval"], chosen["batch"]) > _REGRET * least:
+            return False
+    return True
 
 
 def _remarks(job: Job, sources: dict[str, str]) -> None:
@@ -220,7 +252,13 @@ def _text(found: dict[str, Any], typed: dict[str, str]) -> Iterator[str]:
         f"wastes {wasted['total']:.3%} of the time trained"
     )
     alone = f"a full every {fulls['interval']:,} iterations wastes {fulls['wasted']['total']:.3%}"
-    if _fulls_win(found):
+    if found["steady"] is False:
+        yield click.style(
+            "no advice: the times measured in the store differ too much from one try to the next", bold=True
+        )
+        yield f"at their medians: {answer}"
+        yield f"without diffs: {alone}"
+    elif _fulls_win(found):
         yield click.style(f"no diffs: {alone}", bold=True)
         yield f"with diffs: {answer}"
     else:
@@ -247,6 +285,8 @@ def _text(found: dict[str, Any], typed: dict[str, str]) -> Iterator[str]:
     if found["table"]:
         yield ""
         yield from _table_one(found["table"])
+    if found["steady"] is False:
+        return
     yield ""
     yield "to copy:"
     if _fulls_win(found):
@@ -285,10 +325,19 @@ def _inputs(found: dict[str, Any], typed: dict[str, str]) -> Iterator[str]:
         elif name == "bandwidth":
             text, converted = size(round(value)) + "/s", ""
         else:
-            text = duration(value) if value >= 1 else f"{value * 1000:.4g} ms"
+            text = duration(value) if value >= 1 else _milliseconds(value)
             converted = number(value / iteration)
-        rows.append([_OPTIONS[name].removeprefix("--"), typed.get(name, text), converted, source])
+        if source == "store" and name in found["measured"]["spread"]:
+            low, high = found["measured"]["spread"][name]
+            told = f"store, {_milliseconds(low)} to {_milliseconds(high)}"
+        else:
+            told = source
+        rows.append([_OPTIONS[name].removeprefix("--"), typed.get(name, text), converted, told])
     yield table(["INPUT", ">VALUE", ">ITERATIONS", "FROM"], rows)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.4g} ms"
 
 
 def _around(found: dict[str, Any]) -> Iterator[str]:

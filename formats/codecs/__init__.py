@@ -1,7 +1,7 @@
 """Codecs: compress and decompress a chunk's bytes without loss, as pure functions on buffers.
 
-docs/codecs.md shows how to use them. `kernels` has the hot loops, in numpy; if numba is installed, compiled forms
-produce the same bytes. Imports only modules of `formats` that do not know about codecs.
+docs/codecs.md shows how to use them. `kernels` has the hot loops, in numpy; compiled forms produce the same bytes.
+Imports only modules of `formats` that do not know about codecs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The hot loops of the codecs, in numpy: the reference that compiled forms must match bit for bit.
 
-A function marked ``hot`` has a compiled form in one of the ``compiled_*`` modules. It runs instead if numba is
-installed (``formats.kernel_choice``). Every function works on contiguous one-dimensional little-endian unsigned arrays,
+A function marked ``hot`` has a compiled form in C, which runs instead where it is installed
+(``formats.kernel_choice``). Every function works on contiguous one-dimensional little-endian unsigned arrays,
 at any address, and fills arrays that the caller owns. No function keeps state. The reference processes *tiles* of at
 most ``TILE`` bytes. A tile stays in a core's second-level cache during several passes. On larger blocks the same passes
 run at memory speed. numpy releases the interpreter lock inside each pass, so threads scale.
@@ -23,9 +23,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 Counts: TypeAlias = npt.NDArray[np.int64]
 
-PLANES: Final = "ckptstore.formats.codecs.compiled_planes"
-VALUES: Final = "ckptstore.formats.codecs.compiled_values"
-CONTEXTS: Final = "ckptstore.formats.codecs.compiled_contexts"
+PREPARED: Final = "ckptstore.formats.codecs.compiled_forms"
+"""The module of compiled forms whose results need memory or tables first."""
 TILE = 1 << 18
 WORDS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 PUT, UNZIGZAG, ROTATE, ADD, XOR = range(5)
@@ -63,7 +62,7 @@ def tiles(count: int, word: int) -> list[slice]:
 # ------------------------------------------------------------------------------------------------ word by word
 
 
-@hot(PLANES)
+@hot()
 def difference(new: Words, base: Words, out: Words) -> None:
     """``out = zigzag(new - base)``: the wrapping difference of the bit patterns, as small unsigned numbers.
 
@@ -75,7 +74,7 @@ def difference(new: Words, base: Words, out: Words) -> None:
         zigzag.reference(out[tile], out[tile])
 
 
-@hot(PLANES)
+@hot()
 def zigzag(values: Words, out: Words) -> None:
     """``out = zigzag(values)``: two's complement to a sign in the lowest bit. ``out`` may be ``values``."""
     bits, kind = out.itemsize * 8, _SIGNED[out.itemsize]
@@ -86,7 +85,7 @@ def zigzag(values: Words, out: Words) -> None:
         np.bitwise_xor(out[tile], sign, out=out[tile])
 
 
-@hot(PLANES)
+@hot()
 def rotate_left(values: Words, out: Words) -> None:
     """Rotate words left by one bit: the sign becomes the lowest bit, and a float's exponent fills the top byte."""
     for tile in tiles(len(out), out.itemsize):
@@ -99,7 +98,7 @@ def rotate_left(values: Words, out: Words) -> None:
 # ------------------------------------------------------------------------------------------- words <-> planes
 
 
-@hot(PLANES)
+@hot()
 def split(words: Words, planes: list[Words]) -> None:
     """Split words into planes, lowest bytes first.
 
@@ -118,7 +117,7 @@ def split(words: Words, planes: list[Words]) -> None:
 
 
 # `base` is not compared: `out` may overlap it, and a copy of `base` would not change with `out`.
-@hot(PLANES, destroys=("base",))
+@hot(destroys=("base",))
 def combine(planes: list[Words], how: int, base: Words, out: Words) -> None:
     """Merge planes into words (the inverse of :func:`split`), and undo the map that was applied before the split.
 
@@ -190,7 +189,7 @@ def _rotate_right(values: Words) -> None:
 # ------------------------------------------------------------------------------------- small numbers in bytes
 
 
-@hot(VALUES)
+@hot(PREPARED)
 def pack_small(values: Bytes, bits: int) -> Bytes:
     """Pack values below ``2**bits`` (``bits`` 1, 2 or 4) into bytes, first value in the lowest bits, padded with 0."""
     if bits == 1:
@@ -207,7 +206,7 @@ def pack_small(values: Bytes, bits: int) -> Bytes:
     return padded
 
 
-@hot(VALUES)
+@hot(PREPARED)
 def unpack_small(packed: Bytes, bits: int, out: Bytes) -> None:
     """Undo :func:`pack_small`: fill ``out``. Its length is the number of values."""
     if bits == 1:
@@ -285,7 +284,7 @@ def positions_of_steps(stepped: Bytes) -> npt.NDArray[np.intp]:
     return where if meets.all() else np.compress(meets, where)
 
 
-@hot(VALUES)
+@hot(PREPARED)
 def take_exceptions(values: Words, limit: int, rest: Bytes) -> tuple[Bytes, Words]:
     """Separate the exceptions, the values of at least ``limit``. Returns the steps to them, and each less ``limit``.
 
@@ -298,7 +297,7 @@ def take_exceptions(values: Words, limit: int, rest: Bytes) -> tuple[Bytes, Word
     return stepped, values[where] - values.dtype.type(limit)
 
 
-@hot(VALUES)
+@hot()
 def put_exceptions(stepped: Bytes, greater: Words, limit: int, out: Words) -> bool:
     """Undo :func:`take_exceptions`: write the exceptions into ``out``.
 
@@ -321,7 +320,7 @@ def histogram(values: Bytes) -> Counts:
     return np.bincount(values, minlength=256)
 
 
-@hot(VALUES)
+@hot(PREPARED)
 def survey(values: Bytes) -> tuple[int, int, int]:
     """Statistics of at most ``SAMPLE`` values.
 
@@ -333,7 +332,7 @@ def survey(values: Bytes) -> tuple[int, int, int]:
     return int(counts[0]), int(counts.max()), int(N_LOG_N.take(counts).sum())
 
 
-@hot(VALUES)
+@hot(PREPARED)
 def survey_packed(values: Bytes, bits: int) -> tuple[int, int, int, int]:
     """Statistics of a sample after packing it into ``bits`` bits per value.
 
@@ -350,7 +349,7 @@ def survey_packed(values: Bytes, bits: int) -> tuple[int, int, int, int]:
 # --------------------------------------------------------------------------------------------------- contexts
 
 
-@hot(CONTEXTS)
+@hot(PREPARED)
 def classify(base: Words, shift: int, low: int, high: int, out: Bytes) -> Counts:
     """``out = clip(magnitude(base) >> shift, low, high) - low``: the class of every word (SPEC section 5.4.5).
 
@@ -373,7 +372,7 @@ def classify(base: Words, shift: int, low: int, high: int, out: Bytes) -> Counts
     return np.array([np.bincount(part, minlength=high - low + 1) for part in parts], np.int64)
 
 
-@hot(CONTEXTS)
+@hot()
 def sort(words: Words, labels: Bytes, counts: Counts, out: Words) -> None:
     """Sort words by their class, those of one class in order; ``labels`` and ``counts`` are from :func:`classify`."""
     for tile, order, places in _places(labels, counts, words.itemsize):
@@ -386,7 +385,7 @@ def sort(words: Words, labels: Bytes, counts: Counts, out: Words) -> None:
             at += size
 
 
-@hot(CONTEXTS)
+@hot()
 def add_unsorted(words: Words, labels: Bytes, counts: Counts, base: Words, out: Words) -> None:
     """Undo :func:`sort`, undo zigzag, and add the words to ``base``. ``out`` may be ``base``."""
     for tile, order, places in _places(labels, counts, words.itemsize):

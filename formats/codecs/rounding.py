@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckptstore.formats.codecs.kernels import CONTEXTS, Words, scratch
+from ckptstore.formats.codecs.kernels import Words, scratch
 from ckptstore.formats.kernel_choice import hot
 
 
-@hot(CONTEXTS)
+@hot()
 def to_bfloat16(values: Words, out: Words) -> None:
     """Round fp32 bit patterns to bf16, to nearest, ties to even. Every NaN becomes 7fc0.
 
@@ -25,7 +25,7 @@ def to_bfloat16(values: Words, out: Words) -> None:
     out[rounding > 0x7F800000] = 0x7FC0
 
 
-@hot(CONTEXTS)
+@hot()
 def to_float16(values: Words, out: Words) -> None:
     """Round fp32 bit patterns to IEEE half precision, to nearest, ties to even. Every NaN becomes 7e00.
 

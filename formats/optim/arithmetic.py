@@ -72,7 +72,7 @@ def single(value: float) -> float:
         return float(np.float32(value))
 
 
-@hot("ckptstore.formats.optim.compiled_steps")
+@hot()
 def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
     """``out = a * b + c``, rounded once. ``out`` may be any of the arguments. A scalar ``b`` is an fp32 number.
 

@@ -50,7 +50,7 @@ def write_residual(true: Floats, predicted: Floats, out: Bytes, at: int, level: 
     return _DIFFERENCE.write(as_bytes(true), as_bytes(predicted), out, at, level)
 
 
-@hot("ckptstore.formats.optim.compiled_steps")
+@hot()
 def missed(true: Patterns, predicted: Patterns) -> int:
     """The number of words that differ."""
     return int(np.count_nonzero(true != predicted))

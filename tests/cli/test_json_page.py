@@ -35,6 +35,7 @@ LINES = {
     "inspect --tensor NAME": "{} 1@1 --tensor extra",
     "watch": "{} --once",
     "follow": "{} --once",
+    "publish": "{} --to published",
     "sync": "{} second",
     "compact": "{} --dry-run",
     "stats": "{}",

@@ -41,6 +41,7 @@ SCREENS = {
     "bisect": ["bisect runs/net --nan"],
     "repair": ["repair bad fixed"],
     "restore": ["restore runs/net --out out.safetensors", "restore runs/gpt --explain", "restore bad 17@3 --out a.pt"],
+    "publish": ["publish runs/net --to published", "publish runs/net --to published"],
     "import": ["import runs/new shelf/step_1.safetensors shelf/step_2.safetensors --delta"],
     "copy": ["copy runs/gpt copied"],
     "sync": ["sync runs/gpt second"],

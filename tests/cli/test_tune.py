@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import ckptstore
+from ckptstore.tuning import job_profile
 from tests.cli.conftest import Run, assert_documented, documented
 
 GIVEN = ["--full-bytes", "8.7GB", "--bandwidth", "25Gbit/s", "--mtbf", "30min", "--iteration-time", "15.1s"]
@@ -96,6 +97,46 @@ def test_from_a_store(ckpt: Run, trained: Path) -> None:
     )
     assert given.err == ""
     assert given.json["job"]["bandwidth"] == 1e9
+
+
+def test_times_are_measured_again_and_their_spread_is_shown(
+    ckpt: Run, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first try does not count. The medians count, and the advice holds from the least to the most."""
+    tries = iter([9.0, 0.010, 0.012, 0.011, 0.010, 0.013])
+    monkeypatch.setattr(job_profile, "_times", lambda *_: _replayed_in(next(tries)))
+    given = ["--mtbf", "1h", "--bandwidth", "100MB/s", "--iteration-time", "0.5s"]
+    found = ckpt("tune", "wasted-time", "--from", trained, *given, "--json").json
+    assert found["measured"]["replay_diff"] == 0.011
+    assert found["measured"]["spread"]["replay_diff"] == [0.010, 0.013]
+    assert found["steady"] is True
+    tries = iter([9.0, 0.010, 0.012, 0.011, 0.010, 0.013])
+    told = ckpt("tune", "wasted-time", "--from", trained, *given)
+    assert "store, 10 ms to 13 ms" in told.out
+    assert "to copy:" in told.out
+
+
+def test_advice_that_flips_within_the_spread_is_refused(
+    ckpt: Run, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 10 ms, where diffs pay, to 0.6 s, where only fulls do."""
+    times = [0.0, 0.010, 0.3, 0.02, 0.6, 0.5]
+    tries = iter(times)
+    monkeypatch.setattr(job_profile, "_times", lambda *_: _replayed_in(next(tries)))
+    given = ["--mtbf", "1h", "--bandwidth", "1MB/s", "--iteration-time", "0.5s"]
+    told = ckpt("tune", "wasted-time", "--from", trained, *given)
+    assert told.out.startswith("no advice: the times measured in the store differ too much")
+    assert "to copy" not in told.out
+    assert "measure again while the machine is idle" in told.err
+    tries = iter(times)
+    assert ckpt("tune", "wasted-time", "--from", trained, *given, "--json").json["steady"] is False
+    tries = iter(times)
+    given_too = ckpt("tune", "wasted-time", "--from", trained, *given, "--replay-time", "10ms")
+    assert "to copy:" in given_too.out  # what was passed was not measured
+
+
+def _replayed_in(seconds: float) -> dict[str, float]:
+    return {"load_full": 0.1, "merge_batch": 0.001, "replay_diff": seconds}
 
 
 def test_from_a_store_with_parallel_recovery(ckpt: Run, trained: Path) -> None:

@@ -52,7 +52,7 @@ def test_all_of_it_on_a_disk(tmp_path: Path) -> None:
     assert values["processor"]["copy_bytes_per_second"] > 1 << 20
     assert values["processor"]["hash_bytes_per_second"] > 1 << 20
     assert diagnosis.of("torch").verdict in ("works", "absent")
-    assert diagnosis.of("numba").verdict in ("works", "slow")
+    assert diagnosis.of("kernels").verdict in ("works", "slow")
     if diagnosis.of("torch").verdict == "works":
         assert 0 <= values["roots"]["inexact"] < 0.5
         assert "square roots" in diagnosis.of("roots").what
@@ -64,7 +64,7 @@ def test_quick_measures_nothing_and_imports_nothing(tmp_path: Path) -> None:
     script = (
         "import sys; from ckptstore.doctor.examination import examine;"
         f"d = examine({str(tmp_path)!r}, quick=True);"
-        "print(sorted({'torch', 'numba'} & set(sys.modules)), 'disk speed' in [f.name for f in d.findings])"
+        "print(sorted({'torch'} & set(sys.modules)), 'disk speed' in [f.name for f in d.findings])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[] False\n"
@@ -135,12 +135,12 @@ def test_limits_and_settings_of_the_process(tmp_path: Path) -> None:
 def test_how_hot_loops_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptstore.formats import kernel_choice
 
-    pytest.importorskip("numba")
+    pytest.importorskip(kernel_choice.CORE)
     try:
         for wish, verdict in {"numpy": "slow", "fortran": "fails", "": "works"}.items():
             monkeypatch.setenv(kernel_choice.VARIABLE, wish)
             monkeypatch.setattr(kernel_choice, "_compiled", None)
-            found = [one for one in examine_software(quick=False) if one.name == "numba"]
+            found = [one for one in examine_software(quick=False) if one.name == "kernels"]
             assert found[0].verdict == verdict, wish
     finally:
         kernel_choice.use(None)

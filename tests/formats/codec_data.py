@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from ckptstore.formats import codecs, dtypes, kernel_choice
+from ckptstore.formats import codecs, dtypes
+from tests.kernel_forms import FORMS, KINDS, use_form
 
 WORDS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 MANTISSA = {"F64": 52, "F32": 23, "BF16": 7, "F16": 10, "C128": 52, "C64": 23, "C32": 10}
@@ -103,12 +103,18 @@ def base_of(codec: codecs.Codec, base: Bytes) -> Bytes | None:
 
 ALL_DTYPES = tuple(dtypes.DTYPES)
 
-needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 
-
-@pytest.fixture(scope="module", autouse=True, params=["numpy", pytest.param("compiled", marks=needs_numba)])
+@pytest.fixture(scope="module", autouse=True, params=KINDS)
 def both_forms(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run all tests of a module with the kernels in numpy, then compiled. A module says ``form = both_forms``."""
-    kernel_choice.use(request.param)
+    use_form(request.param)
     yield request.param
-    kernel_choice.use(None)
+    use_form(None)
+
+
+@pytest.fixture(scope="module", autouse=True, params=FORMS)
+def every_form(request: pytest.FixtureRequest) -> Iterator[str]:
+    """`both_forms`, and compiled for every instruction set."""
+    use_form(request.param)
+    yield request.param
+    use_form(None)

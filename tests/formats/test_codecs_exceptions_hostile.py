@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 from collections.abc import Iterator
 
@@ -10,7 +9,8 @@ import numpy as np
 import pytest
 
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats import codecs, kernel_choice
+from ckptstore.formats import codecs
+from tests.kernel_forms import FORMS, use_form
 
 COUNT = 100
 GUARD = 4096
@@ -28,13 +28,11 @@ WRONG = {
 }
 
 
-@pytest.fixture(params=["numpy", "compiled"])
+@pytest.fixture(params=FORMS)
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "compiled" and importlib.util.find_spec("numba") is None:
-        pytest.skip("numba is not installed")
-    kernel_choice.use(request.param)
+    use_form(request.param)
     yield request.param
-    kernel_choice.use(None)
+    use_form(None)
 
 
 def raw(values: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The kernels, in numpy and compiled, against their definitions in Python integers."""
+"""The kernels, in numpy and compiled for every instruction set, against their definitions in Python integers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from ckptstore.formats.codecs import bitpacking, kernels, rounding
 from tests.formats import codec_data
 from tests.formats.codec_data import CHANGES, CLASSES, base_of, codecs_of, pair
 from tests.forms import short_or
+from tests.kernel_forms import SETS, use_form
 
 WORD_SIZES = (1, 2, 4, 8)
 SPLITS = [(1, 1), (2, 1, 1), (1, 1, 1, 1), (2, 2), (4, 1, 1, 1, 1), (2, 1, 1, 1, 1, 1, 1), (1,) * 8, (4, 4)]
-form = codec_data.both_forms  # under one name: imported under its own, it would be a second fixture
-"""Everything here holds for both."""
+form = codec_data.every_form  # under one name: imported under its own, it would be a second fixture
+"""Everything here holds for all."""
 
 
 def numbers(word: int, seed: int, count: int) -> np.ndarray:
@@ -291,7 +292,7 @@ def test_scratch_is_one_buffer_for_a_role() -> None:
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F64", "U8"])
 @pytest.mark.parametrize("kind", list(CLASSES))
-@pytest.mark.parametrize("form", ["compiled"], indirect=True)  # numpy's output is compared with it
+@pytest.mark.parametrize("form", SETS[-1:], indirect=True)  # numpy's output is compared with it
 def test_both_forms_write_the_same_bytes(dtype: str, kind: str, form: str) -> None:
     """A store's bytes do not depend on the installed packages."""
     for change in CHANGES:
@@ -304,5 +305,5 @@ def test_both_forms_write_the_same_bytes(dtype: str, kind: str, form: str) -> No
                     assert codecs.encode(codec, image, base_of(codec, base), level=level).tobytes() == payload, codec
                     assert (codecs.decode(codec, payload, len(image), base_of(codec, base)) == image).all()
                 finally:
-                    kernel_choice.use(form)
+                    use_form(form)
                 assert (codecs.decode(codec, payload, len(image), base_of(codec, base)) == image).all()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ckptstore.formats import digest as d
 from ckptstore.formats import kernel_choice
 from tests.forms import short_or
+from tests.kernel_forms import KINDS, needs_core
 
 MASK = (1 << 64) - 1
 B = d.BLOCK_WORDS
@@ -188,12 +189,10 @@ def test_bytes_that_pass_by_in_pieces(pieces: list[bytes]) -> None:
     assert running.result() == d.digest(b"".join(pieces))
 
 
-@pytest.mark.parametrize("kind", kernel_choice.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", [0, 1, B - 1, B, 5 * B + 3])
 @pytest.mark.parametrize("size", [0, 4, 8, 4 * B - 4, 4 * B, 8 * B + 12, 12 * B + 3])
 def test_both_kinds_of_kernels(kind: str, first: int, size: int, request: pytest.FixtureRequest) -> None:
-    if kind == "compiled":
-        pytest.importorskip("numba")
     data = np.frombuffer(random.Random(size).randbytes(size + 1), np.uint8)[1:]  # at any address
     words = np.frombuffer(data.tobytes() + bytes(-size % 4), "<u4").astype(object)
     weights = d.weights()
@@ -210,8 +209,8 @@ def test_both_kinds_of_kernels(kind: str, first: int, size: int, request: pytest
 
 
 @pytest.mark.parametrize(("skip", "count"), [(0, 4 * B), (0, 9 * B), (0, 11 * B + 5), (7, 8 * B), (0, 4 * B - 1)])
+@needs_core
 def test_compiled_blocks_are_those_of_the_reference(skip: int, count: int) -> None:
-    pytest.importorskip("numba")
     words = np.random.default_rng(count).integers(0, 1 << 32, count, np.uint32)
     found, expected = (np.zeros(-(-(skip + count) // B), np.uint64) for _ in range(2))
     d.block_sums.compiled(words, skip, d.weights(), found)
@@ -233,11 +232,9 @@ def test_memory_is_that_of_one_block(request: pytest.FixtureRequest) -> None:
         assert peak < most, (nbytes, peak)
 
 
-@pytest.mark.parametrize("kind", kernel_choice.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("start", [0, 1])
 def test_many_small_tensors_in_one_call(kind: str, start: int, request: pytest.FixtureRequest) -> None:
-    if kind == "compiled":
-        pytest.importorskip("numba")
     request.addfinalizer(lambda: kernel_choice.use(None))
     kernel_choice.use(kind)
     lengths = [0, 4, 12, 4 * B, 4096, 0, 8, 4 * B - 4]

@@ -16,6 +16,7 @@ from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.digest import digest
 from ckptstore.formats.segment_files import step_codec
 from ckptstore.formats.segment_files.segment import SegmentDoc, header_length, parse
+from tests.kernel_forms import KINDS
 from tools.conformance.page import steps as page
 from tools.golden import make_codecs, make_steps
 from tools.golden.golden_set import GoldenSet
@@ -38,10 +39,8 @@ def golden(one: Set, name: str) -> tuple[bytes, SegmentDoc]:
 
 
 @pytest.mark.parametrize("one", make_steps.SETS, ids=lambda one: one.listing)
-@pytest.mark.parametrize("reader", ["page", *kernel_choice.KINDS])
+@pytest.mark.parametrize("reader", ["page", *KINDS])
 def test_golden_steps_stay_readable(reader: str, one: Set, request: pytest.FixtureRequest) -> None:
-    if reader == "compiled":
-        pytest.importorskip("numba")
     if reader != "page":
         request.addfinalizer(lambda: kernel_choice.use(None))
         kernel_choice.use(reader)

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("numba", reason="the compiled kernels need numba: pip install ckptstore[fast]")
-
 from ckptstore.formats import kernel_choice, optim
 from ckptstore.formats.optim import adam, arithmetic, residuals, sgd
 from tests.forms import short_or
+from tests.kernel_forms import SETS, needs_core, use_form
+
+pytestmark = needs_core
 
 GROUPS: dict[str, optim.Optimizer] = {
     "adamw": optim.AdamW(beta2=0.95, weight_decay=0.1),
@@ -35,10 +36,11 @@ _SPECIAL = (
 SPECIAL = np.array([int(pattern, 16) for pattern in _SPECIAL.split()], "<u4")
 
 
-@pytest.fixture(autouse=True)
-def kernels_as_they_were() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=SETS)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    use_form(request.param)
     yield
-    kernel_choice.use(None)
+    use_form(None)
 
 
 def noise(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -120,7 +122,7 @@ def test_fused_products_are_the_references(seed: int, count: int, target: str, s
 )
 def test_each_hot_kernel_has_a_compiled_form_of_its_own(kernel: kernel_choice.Hot[..., object]) -> None:
     assert kernel.compiled is not kernel.reference
-    assert kernel.compiled.__module__ == "ckptstore.formats.optim.compiled_steps"
+    assert kernel.compiled.__module__ in ("ckptstore.formats.optim.compiled_steps", kernel_choice.CORE)
 
 
 def test_the_fused_product_is_rounded_once() -> None:

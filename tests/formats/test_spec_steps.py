@@ -18,6 +18,7 @@ from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleForma
 from ckptstore.formats import kernel_choice, optim
 from tests.formats import test_optim
 from tests.forms import short_or
+from tests.kernel_forms import KINDS
 from tools.conformance.page import steps as page
 from tools.conformance.page.codecs import RefusedError
 from tools.fuzz.optimizers import RULES as FUZZED
@@ -131,12 +132,10 @@ def test_training_states(rule: optim.Rule) -> None:
             assert same(found, new), encoding
 
 
-@pytest.mark.parametrize("kind", kernel_choice.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_any_patterns(rule: optim.Rule, kind: str, request: pytest.FixtureRequest) -> None:
     """NaNs of all kinds, infinities, zeros of both signs, subnormal numbers: in old state, new state and gradient."""
-    if kind == "compiled":
-        pytest.importorskip("numba")
     request.addfinalizer(lambda: kernel_choice.use(None))
     kernel_choice.use(kind)
     rng = np.random.default_rng(7)

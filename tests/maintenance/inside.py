@@ -19,7 +19,7 @@ def kernels() -> dict[str, Hot[..., Any]]:
 
 
 def replace(kernel: Hot[..., Any], form: Callable[..., Any]) -> None:
-    """Replace numba's compiled form by `form`. No public function breaks a compiler."""
+    """Replace the compiled form by `form`. No public function breaks a compiler."""
     kernel._fast = form
 
 

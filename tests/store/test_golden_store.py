@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import shutil
-import uuid
 import warnings
 from pathlib import Path
 
 import pytest
 
 import ckptstore
-from ckptstore.formats import kernel_cache, kernel_choice
+from ckptstore.formats import kernel_choice
+from tests.kernel_forms import KINDS
 from tools.golden import make_store
-from tools.golden.still import still
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 STORES = sorted(path.stem for path in GOLDEN.glob("store-*.json"))
@@ -25,11 +23,9 @@ def test_there_is_one() -> None:
     assert STORES == ["store-1"]
 
 
-@pytest.mark.parametrize("kind", kernel_choice.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STORES)
 def test_golden_stores_stay_readable(name: str, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if kind == "compiled":
-        pytest.importorskip("numba")
     request.addfinalizer(lambda: kernel_choice.use(None))
     kernel_choice.use(kind)
     store = ckptstore.open(shutil.copytree(GOLDEN / name, tmp_path / name))
@@ -72,26 +68,6 @@ def test_the_script_makes_such_a_store_the_same_each_time(tmp_path: Path) -> Non
         assert json.loads(folder.with_suffix(".json").read_text()) == json.loads((GOLDEN / "store-1.json").read_text())
     assert made[0] == made[1]
     assert {path.name for path in (GOLDEN / "store-1").rglob("*.safetensors")} <= {path.name for path in made[0]}
-
-
-def test_a_kernel_that_is_compiled_meanwhile_changes_no_identity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first run on a machine writes kernels to numba's cache, and so does one beside another process that drops
-    them."""
-    numba = pytest.importorskip("numba")
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-
-    def doubled(number: float) -> float:
-        return 2 * number
-
-    with still(1):
-        expected = [uuid.uuid4().hex, secrets.token_hex(16)]
-    with still(1):
-        assert kernel_cache.machine_code(doubled, (numba.float64,), {})(1.5) == 3
-        found = [uuid.uuid4().hex, secrets.token_hex(16)]
-    assert list(tmp_path.rglob("*.sums")), "there was nothing to compile"
-    assert found == expected
 
 
 def test_arithmetic_that_is_not_known_is_no_damage(tmp_path: Path) -> None:

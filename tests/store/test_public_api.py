@@ -96,6 +96,8 @@ EXPECTED = [
     "Probe",
     "Progress",
     "Pruned",
+    "Published",
+    "Publisher",
     "RankError",
     "RankMismatchError",
     "RankOptions",
@@ -248,7 +250,7 @@ def test_declared_dependencies_are_those_that_are_imported() -> None:
         return {re.split(r"[<>=\[]", one)[0] for one in requirements}
 
     extras = project["optional-dependencies"]
-    optional = names([*extras["torch"], *extras["plot"], *extras["fast"], *extras["s3"]])
+    optional = names([*extras["torch"], *extras["plot"], *extras["s3"]])
     optional |= names([*extras["lightning"], *extras["hf"]]) - {"accelerate"}  # which the Trainer needs
     optional.add("boto3")  # reads profile files for users that have it
     assert imported_modules() - optional == names(project["dependencies"])

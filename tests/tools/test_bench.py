@@ -142,6 +142,15 @@ def test_a_training_loop_is_measured_with_saves_of_every_kind(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_publishing_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from tools.bench.storage import publishing
+
+    lines = run(publishing.main, "--size=4MB", "--rounds=1", "--folder", str(tmp_path)).stdout.splitlines()
+    assert [line[:14].strip() for line in lines] == ["full", "delta, hf", "delta, slime"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_changed_bit_is_noticed(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from tools.bench.storage import loaders, savers, state, worker

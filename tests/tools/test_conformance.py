@@ -14,6 +14,7 @@ import pytest
 
 from ckptstore.formats import kernel_choice
 from tests.forms import short_or
+from tests.kernel_forms import KINDS
 from tools.conformance.__main__ import SET, main
 from tools.conformance.comparing import differences
 from tools.conformance.ours import answer
@@ -24,11 +25,9 @@ from tools.golden import make_conformance
 STORES: dict[str, Any] = json.loads(SET.read_text())["stores"]
 
 
-@pytest.mark.parametrize("kind", kernel_choice.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STORES)
 def test_our_reader(name: str, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if kind == "compiled":
-        pytest.importorskip("numba")
     request.addfinalizer(lambda: kernel_choice.use(None))
     kernel_choice.use(kind)
     folder = shutil.copytree(SET.parent / name, tmp_path / "store", symlinks=True)  # reading leaves a pin for a while

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.backends.local_disk.local import LocalBackend
-from ckptstore.host.crash_points import CRASH_POINTS, RANK_POINTS, TIER_POINTS, UPKEEP_POINTS
+from ckptstore.host.crash_points import CRASH_POINTS, PUBLISH_POINTS, RANK_POINTS, TIER_POINTS, UPKEEP_POINTS
 from tools.crash.points import ENGINE, Place, calls, page
 from tools.crash.scenario import live
 from tools.mutants.copies import repository
@@ -26,7 +26,7 @@ def test_the_page_is_written_anew() -> None:
 
 
 def test_the_register_names_what_is_called_and_nothing_else(called: list[Place]) -> None:
-    registered = [*CRASH_POINTS, *UPKEEP_POINTS, *RANK_POINTS, *TIER_POINTS]
+    registered = [*CRASH_POINTS, *UPKEEP_POINTS, *RANK_POINTS, *TIER_POINTS, *PUBLISH_POINTS]
     assert len(set(registered)) == len(registered)
     assert set(registered) == {name for name, _, _ in called}
 

@@ -235,7 +235,6 @@ def test_every_kind_is_found_in_the_tree() -> None:
         ("formats/kernel_choice.py", "confirmed", "kernel"),
         ("formats/kernel_choice.py", "Hot._compared", "kernel"),
         ("formats/kernel_choice.py", "_same", "kernel"),
-        ("formats/kernel_cache.py", "_Files.drop_torn", "kernel"),
         ("formats/optim/step_settings.py", "Reader.names", "bounds"),
         ("ckptstore/restore/chain_link.py", "check_decoded", "checksum"),
         ("ckptstore/tiers/remote_check.py", "_check_slot", "fence"),

@@ -15,6 +15,7 @@ from subprocess import PIPE
 
 import pytest
 
+from tests.kernel_forms import KINDS
 from tools.warm import Warm, WarmError
 
 ABOUT = """
@@ -245,10 +246,8 @@ def test_output_is_unbuffered_if_the_environment_says_so(nursery: Warm, unbuffer
     assert done.stdout == printed
 
 
-@pytest.mark.parametrize("kind", ["numpy", "compiled"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_kernels_are_those_that_the_environment_asks_for(warm: Warm, kind: str) -> None:
-    if kind == "compiled":
-        pytest.importorskip("numba")
     code = "from ckptstore.formats import kernel_choice; print(kernel_choice.kind())"
     assert warm.run(python(code), env={**os.environ, "CKPTSTORE_KERNELS": kind}).stdout == f"{kind}\n"
 

@@ -19,13 +19,13 @@ torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.agent import AgentWriter  # noqa: E402
-from ckptstore.formats import uncached_copy  # noqa: E402
 from ckptstore.frameworks import bridge  # noqa: E402
 from ckptstore.host.batched_copies import BatchedCopies  # noqa: E402
 from ckptstore.host.prefault import Prefault  # noqa: E402
 from ckptstore.host.threads import started_pool  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook  # noqa: E402
 from ckptstore.training.capture.capture_plan import StatePlan  # noqa: E402
+from tests.kernel_forms import KINDS, use_form  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training import inside  # noqa: E402
 
@@ -519,12 +519,10 @@ def test_memory_is_touched_before_the_first_step_that_is_saved(
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("form", ["compiled", "system"])
-def test_pieces_of_all_sizes_are_gathered(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if form == "compiled":
-        pytest.importorskip("numba")
-        uncached_copy.prepare()
-    monkeypatch.setattr(uncached_copy, "ready", lambda: form == "compiled")
+@pytest.mark.parametrize("form", KINDS)
+def test_pieces_of_all_sizes_are_gathered(form: str, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: use_form(None))
+    use_form(form)
     draw = np.random.default_rng(0)
     sizes = [0, 1, 4, 3000, 65535, 65536, 9 << 20, *draw.integers(1, 200, 3000).tolist()]
     sources = [draw.integers(0, 256, size, np.uint8) for size in sizes]
@@ -540,19 +538,6 @@ def test_pieces_of_all_sizes_are_gathered(form: str, monkeypatch: pytest.MonkeyP
         BatchedCopies(copies).run(pool)
         assert target.tobytes() == b"".join(source.tobytes() + b"\0" for source in sources)
     pool.shutdown()
-
-
-def test_a_system_that_copies_nothing_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.host import batched_copies
-
-    monkeypatch.setattr(uncached_copy, "ready", lambda: False)
-    source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
-    for refused in (None, lambda *_: -1, lambda *_: 7):
-        target[:] = 0
-        monkeypatch.setattr(batched_copies, "_readv", refused)
-        copies = [(target.ctypes.data + at, source.ctypes.data + at, 10) for at in range(0, 100, 10)]
-        batched_copies.BatchedCopies(copies).run(started_pool(1, "test-gathering"))
-        assert target.tolist() == source.tolist()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

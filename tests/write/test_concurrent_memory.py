@@ -170,9 +170,6 @@ class TestMemory:
 _PEAK = """
 import numpy as np
 import ckptstore
-from ckptstore.formats import kernel_choice
-
-kernel_choice.kind()  # now, and not once there is much to copy: the import of numba takes memory, too
 
 def peak():
     with open("/proc/self/status") as file:  # what resource says begins with the parent's

@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from ckptstore.host.crash_points import CRASH_POINTS, RANK_POINTS, TIER_POINTS, UPKEEP_POINTS
+from ckptstore.host.crash_points import CRASH_POINTS, PUBLISH_POINTS, RANK_POINTS, TIER_POINTS, UPKEEP_POINTS
 
 __all__ = ["ENGINE", "Place", "calls", "page"]
 
@@ -20,7 +20,8 @@ _HEAD: Final = """# Crash points
 
 Named instants at which the crash tests kill the process with SIGKILL (`CKPTSTORE_CRASH_AT=name:n`: at the n-th time).
 `make crash` visits each of them again and again, `make rank-kills` those of ranks, `python -m tools.kills.tier_kills`
-those of two tiers, and `tests/maintenance/test_upkeep_kills.py` those of prune, copy and repair.
+those of two tiers, `tests/maintenance/test_upkeep_kills.py` those of prune, copy and repair, and
+`tests/following/test_publish_kills.py` those of a publisher.
 `python -m tools.crash.points docs/crash-points.md` writes this page.
 """
 _COLUMNS: Final = "| name | where | at that instant |\n|---|---|---|"
@@ -29,6 +30,7 @@ _SECTIONS: Final = {
     "Prune, copy and repair": UPKEEP_POINTS,
     "Ranks": RANK_POINTS,
     "Two tiers": TIER_POINTS,
+    "Publishing weights": PUBLISH_POINTS,
 }
 
 

@@ -95,7 +95,8 @@ def _everything_is_deleted(stage: BucketStage, bucket: ObjectBackend) -> None:
     _wipe(bucket)
     replaced = Saved()
     new = Store(bucket.reopened())
-    if stage.chance.random() < 0.5:
+    created = stage.chance.random() < 0.5
+    if created:
         fill(stage, new, replaced, 1).close()
     lost = dict(saved)
     try:
@@ -105,7 +106,7 @@ def _everything_is_deleted(stage: BucketStage, bucket: ObjectBackend) -> None:
     else:
         raise Violation(f"acknowledged after the store was deleted: {sorted(set(saved) - set(lost))}")
     close(writer)
-    if not replaced:
+    if not created:  # (a store that was created may be empty)
         # Its segment was uploaded before it checked FORMAT, and no store is created over foreign segments.
         _wipe(bucket)
         fill(stage, new, replaced, 1).close()

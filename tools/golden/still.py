@@ -6,7 +6,6 @@ In it the same calls write the same bytes. Not for threads that race for identit
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import os
 import platform
@@ -16,13 +15,9 @@ import uuid
 from collections.abc import Iterator
 from unittest import mock
 
-from ckptstore.formats import kernel_cache
 from ckptstore.frameworks import bridge
 
 MOMENT = 1763793293.125
-
-_OTHERS = ("numba.", kernel_cache.__name__)
-"""Modules whose identities name files of this machine, and no file of a store."""
 
 
 @contextlib.contextmanager
@@ -34,14 +29,8 @@ def still(seed: int) -> Iterator[None]:
         mixed = (seed << 64 | next(numbers)) * 0x9E3779B97F4A7C15F39CC0605CEDC835
         return mixed % (1 << 128)
 
-    fresh = uuid.uuid4
-
     def counted() -> uuid.UUID:
-        """Counted identities, but new ones for numba and the list of its files: they draw one if a kernel is not cached
-        yet."""
-        caller = inspect.currentframe()
-        asker = "" if caller is None or caller.f_back is None else caller.f_back.f_globals.get("__name__", "")
-        return fresh() if asker.startswith(_OTHERS) else uuid.UUID(int=identity())
+        return uuid.UUID(int=identity())
 
     def digits(nbytes: int) -> str:
         return f"{identity():032x}"[: 2 * nbytes]

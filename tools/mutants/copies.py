@@ -43,9 +43,8 @@ class Copy:
 
     def environment(self) -> dict[str, str]:
         """Environment variables of processes that import the copy."""
-        # Kernels in numpy: compiled ones would be compiled for every mutant. Tests of compiled kernels request them.
+        # Kernels in numpy, which mutants change. Tests of compiled kernels request them.
         own = {"PYTHONPATH": str(self.root), "CKPTSTORE_MUTANTS": "1", "CKPTSTORE_KERNELS": "numpy"}
-        # A report of numba, for example.
         ours = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
         return ours | own
 
@@ -70,5 +69,6 @@ def _files(source: Path) -> list[Path]:
     except (OSError, subprocess.CalledProcessError):
         paths = [path.relative_to(source) for room in _ROOMS for path in (source / room).rglob("*")]
         paths += [Path(name) for name in _LOOSE]
-    wanted = [path for path in paths if path.parts[0] in _ROOMS or path.name in _LOOSE]
+    paths.append(Path("formats/core.abi3.so"))  # which git ignores
+    wanted = [path for path in dict.fromkeys(paths) if path.parts[0] in _ROOMS or path.name in _LOOSE]
     return [path for path in wanted if (source / path).is_file() and "__pycache__" not in path.parts]

@@ -30,7 +30,6 @@ _LOG: Final = _some("log", "log_edges", "lost_slots", "replaced", "fold_writer",
 _STORE: Final = _some("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
 
 CONCERNED: Final[Mapping[str, Sequence[str]]] = {
-    "formats/kernel_cache.py": (f"{_FORMATS}kernel_cache.py",),
     "formats/history/catalog.py": (
         f"{_FORMATS}catalog.py",
         *_some("lost_slots", "damaged_log"),
@@ -123,6 +122,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/agent/client/agent_rendezvous.py": _some("agent/test_rank_agents", "handover"),
     "ckptstore/agent/*": _some("agent/test_saving", "handover", "protocol", "place"),
     "ckptstore/doctor/*": _some("doctor"),
+    "ckptstore/following/publisher.py": _some("publishing", "publish_powercut"),
+    "ckptstore/following/version_writer.py": _some("publishing"),
+    "ckptstore/following/manifests.py": _some("publishing"),
     "ckptstore/exchange/weight_files.py": _some("weight_files", "import_files"),
     "ckptstore/exchange/safetensors_files.py": _some("weight_files"),
     "ckptstore/exchange/checkpoint_folders.py": _some("checkpoint_folders"),

@@ -11,7 +11,7 @@ anchor       a condition about anchors, and about deletions that only they allow
 pin          a reader's claim, its second READ, a collector's conclusions from pins
 bounds       a condition that guards a ``FormatError`` or ``Corrupt...Error``, and the predicates of decoders
 rule         a condition that guards a refusal of the retention rules; which save has space, how an epoch continues
-kernel       comparisons of compiled kernels with numpy's, their consequences, and the use of cached code
+kernel       comparisons of compiled kernels with numpy's, and their consequences
 ===========  ====================================================================================================
 
 A condition is taken apart: of ``if a or b: raise`` each of ``a`` and ``b`` is a separate check, of ``0 <= x <= n`` each
@@ -58,9 +58,9 @@ _FENCES: Final = frozenset(
 )
 _MAKERS: Final = {"wrong": "CorruptSegmentError", "lost": "RemoteLostError"}
 """Functions that other modules import -> the class of the error that they make."""
-_KERNELS: Final = frozenset({"formats/kernel_choice.py", "formats/kernel_cache.py"})
+_KERNELS: Final = frozenset({"formats/kernel_choice.py"})
 """Functions that decide whether compiled code is run, and trusted."""
-_DISTRUSTING: Final = frozenset({"distrust", "drop", "drop_torn", "note", "_compared"})
+_DISTRUSTING: Final = frozenset({"distrust", "_compared"})
 _ANSWERING: Final = {
     "ckptstore/agent/client/agent_link.py": "fence",  # whose requests an agent receives
     "ckptstore/agent/client/open_agent_writer.py": "fence",  # with which agents a trainer continues

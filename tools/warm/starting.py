@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import socket
@@ -25,11 +24,10 @@ MODULES: Final = (
     *("ckptstore.agent.client.open_agent_writer", "ckptstore.agent.process", "ckptstore.write.writer_opening"),
     *("ckptstore.write.ranks.rank_writer_factory", "ckptstore.maintenance.garbage_collection"),
     "ckptstore.maintenance.verify.verification",
-    *(["numba"] if importlib.util.find_spec("numba") is not None else []),
 )
 """Modules that a training script imports at once, or with its first step."""
 _ROOT: Final = Path(__file__).resolve().parents[2]
-_EARLY: Final = ("OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "KMP_", "GOMP_", "PYTHON")
+_EARLY: Final = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "PYTHON")
 """Variables that modules read at import, or the interpreter at its start; except those that also work later:"""
 _LATER: Final = ("PYTHONPATH", "PYTHONUNBUFFERED")
 _READY_SECONDS: Final = 300.0

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from ckptstore.errors import AgentError
-from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import Bytes
 from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
@@ -252,8 +251,6 @@ class PlannedSaves:
 
     def _make_ready(self, plan: StatePlan, *, memory: bool = True) -> None:
         """Allocate and touch memory for the next saves in the background: the first touch costs more than the copy."""
-        if len(plan.tensors) >= _MANY:
-            uncached_copy.prepare()
         while memory:
             with self._lock:
                 if plan is not self._plan or self._made >= self._most:

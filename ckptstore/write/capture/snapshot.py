@@ -182,9 +182,6 @@ class SnapshotPool:
         snapshot = self.copy(flat, pool, queued=queued)
         size = self._plan(flat).size
         self._prepare(size, self._limit + self._kept)
-        if size >= uncached_copy.LARGE:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._background(uncached_copy.prepare)
         return snapshot
 
     def empty(self, flat: FlatState) -> Snapshot:

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
@@ -305,8 +304,6 @@ class StagedCopy(UnitCopy):
         self._memory.touch()
         if self._device is not None:
             self._memory.register(self._device)
-        if self.flat.plan.space >= uncached_copy.LARGE:
-            self._memory.later(uncached_copy.prepare)
 
     def _check_storing(self) -> None:
         super()._check_storing()

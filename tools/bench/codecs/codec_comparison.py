@@ -204,7 +204,7 @@ def main() -> None:
             codec_report.show(results[-1])
     report = {
         "machine": machine.describe(options.out),
-        "versions": {package: machine._version(package) for package in ("zipnn", "blosc2", "lz4", "pcodec", "numba")},
+        "versions": {package: machine._version(package) for package in ("zipnn", "blosc2", "lz4", "pcodec")},
         "rounds": options.rounds,
         "kernels": kernel_choice.kind(),
         "cases": results,
