@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckptstore.formats.states.shard import Shard
     from ckptstore.formats.states.state import Parts, Tagged
 
-__all__ = ["PlacedTensor", "ShardSource", "copy_box_into", "place_in_whole", "recognise"]
+__all__ = ["PlacedTensor", "ShardSource", "copy_box_into", "local_part", "place_in_whole", "recognise"]
 
 
 def recognise(value: object) -> TorchSource | Tagged | Parts | None:
@@ -38,6 +38,14 @@ def recognise(value: object) -> TorchSource | Tagged | Parts | None:
     if kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed."):
         return ShardSource(value)
     return torch_tensors.recognise(value)
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor, in its own memory; any other tensor itself."""
+    if not hasattr(tensor, "placements"):
+        return tensor  # type: ignore[no-any-return]
+    part: torch.Tensor = tensor.detach().to_local()
+    return part.wait() if hasattr(part, "wait") else part  # a collective that is still under way
 
 
 def place_in_whole(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -113,10 +121,7 @@ class ShardSource(PlacedTensor):
     def __init__(self, distributed: Any) -> None:
         """Wrap a DTensor. Raises `UnsupportedStateError` if this rank's part is not a box of plain bytes."""
         with torch.no_grad():
-            local = distributed.detach().to_local()
-        if hasattr(local, "wait"):  # a collective that is still under way
-            local = local.wait()
-        TorchSource.__init__(self, local)
+            TorchSource.__init__(self, local_part(distributed))
         shape, offset = place_in_whole(distributed)
         if shape != self.shape:
             raise UnsupportedStateError(

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from ckptstore.agent.client.process_state import stopped
 from ckptstore.agent.protocol.frames import Channel, Message
 from ckptstore.agent.protocol.message_fields import error_form
 from ckptstore.errors import AgentLostError, AgentSilentError, StorageError
+from tests import warmth
 from tests.agent.lives import until
 
 SECONDS = 30
@@ -96,3 +99,56 @@ def test_nothing_is_asked_of_a_process_that_is_stopped_but_to_let_go(
     assert late == [{"re": 0, "found": 7}], "nobody waits for it any more"
     ends.link.ask("three")
     assert ends.heard()["do"] == "three"
+
+
+KILLED = """
+import os, signal, socket, sys
+from ckptstore.agent.protocol.frames import Channel
+channel = Channel(socket.socket(fileno=0), pid=os.getppid())
+channel.post({"number": 0})  # its threads have started
+sys.setswitchinterval(1000)  # from now on they do not run, as on a machine that is busy
+for number in range(1, 4):
+    channel.post({"number": number})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_process_has_posted_arrives_even_if_it_is_killed_then() -> None:
+    """A trainer that is killed loses no step that it had given, however little its threads ran."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = warmth.start([sys.executable, "-c", KILLED], stdin=theirs.fileno())
+    channel = Channel(ours, pid=process.pid)
+    found = []
+    while isinstance(message := channel.receive(), Message):
+        found.append(message.body["number"])
+    assert found == [0, 1, 2, 3]
+    assert process.wait(SECONDS) == -signal.SIGKILL
+    channel.close()
+
+
+def test_messages_that_the_socket_does_not_take_at_once_arrive_in_order(ends: Ends) -> None:
+    long = "x" * (1 << 20)
+    for number in range(4):
+        ends.link.ask("long", text=long)
+        ends.link.ask("short", number=number)
+    for number in range(4):
+        assert ends.heard()["text"] == long
+        assert ends.heard()["number"] == number
+
+
+def test_an_interrupted_request_that_was_sent_is_given_back(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C just after the message has left: its answer comes, and nobody waits for it."""
+    post, late = Channel.post, threading.Event()
+
+    def interrupted(self: Channel, body: dict[str, Any], descriptor: int | None = None) -> None:
+        post(self, body, descriptor)
+        raise KeyboardInterrupt
+
+    ends.link.late = lambda _, message: late.set() if message.body["buffer"] == 7 else None
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "post", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ends.link.ask("buffer", layout=0)
+    ends.agent.post({"re": ends.heard()["id"], "buffer": 7})
+    assert late.wait(SECONDS)

@@ -23,6 +23,7 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+import ckptstore.agent  # noqa: E402
 from ckptstore.errors import StorageError  # noqa: E402
 from ckptstore.formats.optim import arithmetic  # noqa: E402
 from ckptstore.frameworks import bridge, torch_offload  # noqa: E402
@@ -577,6 +578,21 @@ def test_a_replicas_step_waits_for_no_device(tmp_path: Path, ranks: int, monkeyp
     assert not row.hazards
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("strategy", ["replica+topk", "replica+bucket"])
+def test_of_compressed_gradients_a_replica_takes_only_entries(
+    tmp_path: Path, strategy: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Indices, values and digests leave the device, and parameters that are too small for the agent to compute."""
+    if not ranks:
+        start_warm(monkeypatch)
+    row = measured(tmp_path / "run", strategy, parameters=6, agent=True, ranks=ranks)
+    assert row.training_waits == 0, row.waits
+    assert row.waits
+    assert row.to_host <= 0.03 * row.state_bytes
+    assert not row.hazards
+
+
 def layer_by_layer(seed: int, mode: str, change: Callable[[pytest.MonkeyPatch], object]) -> bool:
     """Snapshots that are taken layer by layer, while the optimizer's next step is queued -> whether all are right."""
     with simulated(seed) as machine, pytest.MonkeyPatch.context() as patch, torch.cuda.stream(torch.cuda.Stream()):
@@ -679,6 +695,71 @@ def test_copies_for_an_abandoned_save_are_freed_at_once(monkeypatch: pytest.Monk
         finally:
             gc.enable()
         torch.cuda.synchronize()
+
+
+def abandoned(
+    seed: int, mode: Any, change: Callable[[pytest.MonkeyPatch], object], place: Path | None = None
+) -> tuple[list[str], bool]:
+    """Every other layer-wise save is abandoned while layers are copied -> hazards, and whether the others are right.
+
+    Args:
+        place: where an agent saves; None: this process saves.
+    """
+    with simulated(seed) as machine, pytest.MonkeyPatch.context() as patch, torch.cuda.stream(torch.cuda.Stream()):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        copies: dict[int, dict[str, torch.Tensor]] = {}
+        change(patch)
+        url = f"memory://{uuid.uuid4().hex}"
+        opening = ckptstore.open(url).writer(max_in_flight=1) if place is None else (
+            ckptstore.agent.writer(place, name=uuid.uuid4().hex, linger_seconds=0, max_in_flight=1)
+        )  # fmt: skip
+        with (
+            opening as writer,
+            LayerwiseSnapshots(
+                writer, model, optimizer, lambda: {"model": model.state_dict()}, mode=mode, packed=0
+            ) as it,
+        ):
+            for step in range(1, 7):
+                model(torch.ones(2, 8, device="cuda")).square().mean().backward()
+                it.begin(step)
+                optimizer.step()
+                if step % 2 == 0:
+                    it.abandon()
+                    continue  # the next step changes the layers at once, and its save gets the memory
+                copies[step] = {name: one.clone() for name, one in model.state_dict().items()}
+                it.save(step)
+        store = ckptstore.open(url if place is None else place)
+        assert [info.step for info in store.checkpoints()] == list(copies)
+        found = {step: store.load(step)["model"] for step in copies}
+        torch.cuda.synchronize()
+        right = all(
+            torch.equal(found[step][name].cpu(), wanted.cpu())
+            for step in copies
+            for name, wanted in copies[step].items()
+        )
+        return machine.hazards, right
+
+
+@pytest.mark.parametrize("agent", [False, True])
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_layers_that_are_abandoned_while_a_device_copies_them(
+    tmp_path: Path, mode: str, agent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if agent:
+        start_warm(monkeypatch)
+    for seed in SEEDS:
+        hazards, right = abandoned(seed, mode, lambda _: None, tmp_path / f"{seed}" if agent else None)
+        assert not hazards, seed
+        assert right, seed
+
+
+def test_a_gate_that_is_forgotten_when_layers_are_abandoned_is_caught() -> None:
+    def without(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(LayerSource, "gate", lambda _: None)
+
+    assert any(abandoned(seed, "device", without)[0] for seed in SEEDS)
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {

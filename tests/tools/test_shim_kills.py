@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import ckptstore
+import ckptstore.agent
+from tests.agent.lives import alive, own_runtime, until
 from tests.forms import long_only, short_or
 
 pytest.importorskip("torch")
 
 from tools.kills.shim_kills.__main__ import Campaign, main, turns
-from tools.kills.shim_kills.lives import Job, Violation
+from tools.kills.shim_kills.lives import Job, Violation, kill_agent
 from tools.kills.shim_kills.sweeps import Sweeper, Tally
 from tools.warm import Warm
 
@@ -78,7 +84,7 @@ def test_two_ranks_and_their_agents(sweeper: Sweeper, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pytest.param("gradient", marks=long_only)])
+@pytest.mark.parametrize("strategy", [pytest.param(one, marks=long_only) for one in ("gradient", "replica")])
 def test_two_ranks_of_a_model_in_shards_and_their_agents(sweeper: Sweeper, strategy: str) -> None:
     swept(sweeper, Job(strategy, 2, sharded=True, by_agent=True), 1, "3")
 
@@ -98,6 +104,7 @@ def test_a_checkpointer_that_is_wrong_is_found_out(sweeper: Sweeper, evidence: P
         sweeper.sweep(100, Job("full", broken=broken), "1", tally)  # the first one found ends it
     (kept,) = set(evidence.iterdir()) - before
     assert str(kept) in str(found.value)
+    assert re.search(r"\n-- stderr-\d+-0\.txt:\n.*ckptstore", str(found.value)), "what the lives have said"
     story = json.loads((kept / "story.json").read_text())
     assert story["lives"][-1]["life"]["resumed"] is not None
     assert (kept / "run/store/FORMAT").exists()
@@ -120,6 +127,20 @@ def test_a_campaign_continues_where_it_was(warm: Warm, tmp_path: Path, capsys: p
     assert out.read_text() == noted
     summary = json.loads(capsys.readouterr().out)
     assert summary["kills"] == summary["forms"]["full, 1 rank"]["kills"]["trainer"] == 2
+
+
+def test_an_agent_is_killed_and_another_process_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A harness that does not know an agent by its command line kills none, and shows nothing."""
+    with (
+        own_runtime(tmp_path / "runtime", monkeypatch),
+        ckptstore.agent.writer(tmp_path / "store", linger_seconds=0) as writer,
+    ):
+        writer.save({"x": np.zeros(3)}, 1)
+        assert not kill_agent(os.getpid())
+        assert kill_agent(writer.agent_pid)
+        until(lambda: not alive(writer.agent_pid))
+        with pytest.warns(ckptstore.agent.AgentRestartWarning):
+            writer.save({"x": np.zeros(3)}, 2)
 
 
 def campaign(*records: tuple[int, int, str | None]) -> Campaign:

@@ -7,6 +7,7 @@ A scenario asserts its own expectations; files for later checks in one process a
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
@@ -25,13 +26,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckptstore
 from ckptstore import DeterminismWarning
+from ckptstore.agent import AgentWriter
 from ckptstore.errors import StateMismatchError, UsageError
-from ckptstore.training import Checkpointer, TopKHook
+from ckptstore.host.caller_warnings import UnexplainedStepWarning
+from ckptstore.training import Checkpointer, TopKHook, UnsavedStepWarning
 from tests.forms import short_or
 
 STRATEGIES = ("full", "delta", "gradient")
@@ -385,8 +388,111 @@ def refused(folder: Path) -> None:
         Checkpointer(folder / "refused", model=script.model, compressor=TopKHook(density=0.1))
     with pytest.raises(UsageError, match=r"only='trainable'.*shards"):
         Checkpointer(folder / "refused", model=script.model, only="trainable")
-    with pytest.raises(UsageError, match=r"DTensors .*strategy='gradient'"):
-        Checkpointer(folder / "refused", model=script.model, optimizer=script.optimizer, strategy="replica", agent=True)
+
+
+class Wide:
+    """A script most of whose shards are so large that an agent computes them; one part is frozen."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(97, 131), nn.Tanh(), nn.Linear(131, 97), nn.Linear(97, 97))
+        self.model[3].requires_grad_(False)
+        for one in (*self.model, self.model):
+            fully_shard(one)
+        moved = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer = {
+            "AdamW": lambda: torch.optim.AdamW(moved, lr=1e-2),
+            "AdamW fused": lambda: torch.optim.AdamW(moved, lr=1e-2, fused=True),
+            "Adam foreach": lambda: torch.optim.Adam(moved, lr=1e-2, amsgrad=True, foreach=True),
+            "SGD": lambda: torch.optim.SGD(moved, lr=1e-2, momentum=0.9, nesterov=True),
+        }[kind]()
+
+    def train(self, step: int) -> None:
+        data = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        self.model(torch.randn(8, 97, generator=data)).square().mean().backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        found = whole({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+        return {name: copy.deepcopy(one) for name, one in found.items()}
+
+
+def replica(folder: Path) -> None:
+    """Each rank's agent repeats the steps of its shards."""
+    os.environ["CKPTSTORE_RUNTIME_DIR"] = str(folder / "runtime")
+    for kind in ("AdamW", "SGD", "AdamW fused", "Adam foreach")[: short_or(1, 4)]:
+        replicated_by_agents(folder / f"replica-{kind}", kind)
+    placed_otherwise(folder / "placed")
+
+
+def placed_otherwise(place: Path) -> None:
+    """Gradients that are partial sums, which the optimizer adds first: states are handed over whole, which is said."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(256, 64), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"strategy": "replica", "agent": True, "rank_timeout": 60.0, "linger_seconds": 0}
+    states = {}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with Checkpointer(place, model=model, optimizer=optimizer, **options) as checkpointer:
+            checkpointer.resume()
+            for step in range(1, 4):
+                part = torch.full((256, 64), float(step + dist.get_rank()))
+                model.weight.grad = DTensor.from_local(part, mesh, [Partial()])
+                optimizer.step()
+                checkpointer.step()
+                states[step] = whole(model.weight).clone()
+    (remark,) = [str(one.message) for one in told if issubclass(one.category, UnexplainedStepWarning)]
+    assert "a gradient is placed as (Partial" in remark
+    for step, wanted in states.items():
+        same(ckptstore.open(place).load(step)["model"]["weight"], wanted, f"step {step}")
+
+
+def replicated_by_agents(place: Path, kind: str) -> None:
+    wholes: list[int] = []
+    made: list[int] = []
+    save, begun = AgentWriter.save_async, AgentWriter.replicate
+
+    def saved(self: AgentWriter, state: Any, step: int, **named: Any) -> Any:
+        wholes.append(step)
+        return save(self, state, step, **named)
+
+    def noted(self: AgentWriter, recipe: Any) -> Any:
+        made.append(len(recipe.made))
+        return begun(self, recipe)
+
+    options = {"strategy": "replica", "agent": True, "rank_timeout": 60.0, "linger_seconds": 0}
+    states: dict[int, Any] = {}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(AgentWriter, "save_async", saved)
+        patch.setattr(AgentWriter, "replicate", noted)
+        warnings.simplefilter("error", UnexplainedStepWarning)
+        warnings.simplefilter("error", UnsavedStepWarning)
+        script = Wide(kind)
+        with Checkpointer(place, model=script.model, optimizer=script.optimizer, **options) as checkpointer:
+            checkpointer.resume()
+            for step in range(1, 7):
+                script.train(step)
+                checkpointer.step()
+                states[step] = script.state()
+    assert wholes == [1]
+    assert made[-1] == (2 * (2 if kind == "SGD" else 4 if "foreach" in kind else 3)) + 1, made
+    dist.barrier()
+    store = ckptstore.open(place)
+    assert [one.step for one in store.checkpoints()] == list(states)
+    for step, state in states.items():
+        loaded = store.load(step)
+        same({part: loaded[part] for part in state}, state, f"{kind}, step {step}")
+    again = Wide(kind)
+    with Checkpointer(place, model=again.model, optimizer=again.optimizer, **options) as checkpointer:
+        assert checkpointer.resume("4@1") == 4
+        for step in (5, 6):
+            again.train(step)
+            checkpointer.step()
+            same(again.state(), states[step], f"{kind}, step {step} of the resumed run")
 
 
 def other_ranks(folder: Path) -> None:
@@ -520,6 +626,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         as_one,
         chosen,
         refused,
+        replica,
         changed,
         other_ranks,
         signalled,

@@ -68,6 +68,10 @@ def test_steps_of_a_sharded_model_are_steps(job: Path) -> None:
         assert store.verify(deep=True).ok
 
 
+def test_an_agent_of_each_rank_repeats_the_steps_of_its_shards(tmp_path: Path, warm: Warm) -> None:
+    run(warm, tmp_path, 2, "replica")
+
+
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=long_only)])
 def test_another_number_of_ranks_continues(job: Path, size: int, warm: Warm) -> None:
     run(warm, job, size, "other_ranks")

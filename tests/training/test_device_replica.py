@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +23,12 @@ from ckptstore.agent import AgentWriter  # noqa: E402
 from ckptstore.agent.client.agent_link import AgentLink  # noqa: E402
 from ckptstore.agent.client.replica_client import ReplicaClient  # noqa: E402
 from ckptstore.errors import UsageError  # noqa: E402
-from ckptstore.frameworks.torch_offload import CopyQueue  # noqa: E402
+from ckptstore.frameworks.torch_offload import CopyQueue, PinnedCopy  # noqa: E402
 from ckptstore.frameworks.torch_optimizers import settings_of  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook, UnsavedStepWarning  # noqa: E402
 from ckptstore.training.replica import arithmetic_probe  # noqa: E402
+from ckptstore.training.replica.replicable_state import check_replicable  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.inside import without_torchs_kernels  # noqa: E402
@@ -108,16 +111,21 @@ def opened(place: Path, script: Script, **options: Any) -> Checkpointer:
 
 
 def trained(
-    machine: Machine, place: Path, optimizer: str = "AdamW", each: Callable[[Script, int], object] = lambda *_: None
+    machine: Machine,
+    place: Path,
+    optimizer: str = "AdamW",
+    each: Callable[[Script, int], object] = lambda *_: None,
+    hook: Any = None,
+    own_stream: bool = True,
 ) -> dict[int, Any]:
     """Train, with the next step queued at once -> what each step has to be in the store."""
     wanted = {}
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else None):
         script = Script(optimizer)
-        with opened(place, script, max_in_flight=2) as checkpointer:
+        with opened(place, script, max_in_flight=2, compressor=hook) as checkpointer:
             checkpointer.resume()
             for step in range(1, STEPS + 1):
-                script.update()
+                script.update(hook)
                 each(script, step)
                 wanted[step] = script.state()
                 pending = checkpointer.step()
@@ -157,6 +165,33 @@ def test_the_agent_makes_every_step_but_the_first_two(tmp_path: Path, wholes: li
         steps = check(tmp_path / f"{seed}", wanted)
         assert wholes == [1]
         assert {1, 2, 3, 4, STEPS} <= set(steps)
+
+
+def test_a_step_that_has_to_be_written_is_sent_whole_and_waits_for_no_device(tmp_path: Path, wholes: list[int]) -> None:
+    """The gradients that were copied for the agent are not used. The agent gets the state in the order of the steps."""
+    with simulated(0) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error", UnexplainedStepWarning)
+        script, wanted, quiet = Script(), {}, 0
+        with opened(tmp_path / "run", script, max_in_flight=2) as checkpointer:
+            checkpointer.resume()
+            while quiet < 4 and len(wanted) < 40:  # memory is registered meanwhile, by another thread
+                script.update()
+                step = len(wanted) + 1
+                wanted[step] = script.state()
+                machine.counts.waits.clear()
+                pending = checkpointer.step(tags=["written"] if step % 2 else [])
+                here = threading.get_ident()
+                waits = [one for one in machine.counts.waits if one.where and one.thread == here]
+                quiet = 0 if waits else quiet + 1
+                if pending is not None:
+                    pending.exception()
+            torch.cuda.synchronize()
+        assert quiet == 4, waits
+        assert not machine.hazards
+        wanted = {step: on_host(state) for step, state in wanted.items()}
+    odd = list(range(1, len(wanted) + 1, 2))
+    assert set(odd) <= set(check(tmp_path / "run", wanted))
+    assert wholes == odd
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
@@ -254,23 +289,6 @@ def test_a_scaler_with_a_fused_optimizer_is_refused(tmp_path: Path) -> None:
             opened(tmp_path / "run", script, scaler=scaler).resume()
 
 
-def test_compressed_gradients_are_sent_dense(tmp_path: Path, wholes: list[int]) -> None:
-    with simulated(0) as machine, warnings.catch_warnings():
-        warnings.simplefilter("error", UnexplainedStepWarning)
-        script, hook = Script(), TopKHook(density=0.05, exact=False)
-        wanted = {}
-        with opened(tmp_path / "run", script, compressor=hook) as checkpointer:
-            for step in range(1, 5):
-                script.update(hook)
-                wanted[step] = script.state()
-                checkpointer.step()
-                checkpointer.wait()
-        assert not machine.hazards
-        wanted = {step: on_host(state) for step, state in wanted.items()}
-    assert check(tmp_path / "run", wanted) == [1, 2, 3, 4]
-    assert wholes == [1]
-
-
 def test_a_step_that_a_scaler_skips(tmp_path: Path, wholes: list[int]) -> None:
     with simulated(0) as machine, warnings.catch_warnings():
         warnings.simplefilter("error", UnexplainedStepWarning)
@@ -291,6 +309,13 @@ def test_a_step_that_a_scaler_skips(tmp_path: Path, wholes: list[int]) -> None:
         wanted = {step: on_host(state) for step, state in wanted.items()}
     assert check(tmp_path / "run", wanted) == [1, 2, 3, 4, 5]
     assert wholes == [1]
+
+
+def test_shards_on_a_device_are_refused() -> None:
+    with simulated(0):
+        captured: Any = SimpleNamespace(optimizers=[Script().optimizer], sharding="S(0) of (2,)", scaled=False)
+        with pytest.raises(UsageError, match=r"DTensors \(FSDP2\) on cuda:0"):
+            check_replicable(captured)
 
 
 @pytest.mark.parametrize(
@@ -349,3 +374,177 @@ def test_the_probe_finds_the_arithmetic_of_each_group(kind: str, more: dict[str,
             assert found.exact == (found.variant != "as on the CPU")
             half = arithmetic_probe.probed(kind, settings, device, torch.bfloat16)
             assert not half.exact, "the exact variants are of fp32"
+
+
+# ------------------------------------------------------------------------------------------------- compressed gradients
+
+SPARSE_SEEDS = range(short_or(3, 200))
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[int, int]]:
+    """For each step that the agent is told of, the number of entries of each gradient that is sent as entries."""
+    found: dict[int, dict[int, int]] = {}
+    ask = AgentLink.ask
+
+    def spy(self: AgentLink, do: str, **body: Any) -> Any:
+        if do == "advance":
+            found[body["step"]] = dict(one for call in body["calls"] for one in call[4])
+        return ask(self, do, **body)
+
+    monkeypatch.setattr(AgentLink, "ask", spy)
+    return found
+
+
+@pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "own stream"])
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+def test_only_entries_of_compressed_gradients_leave_the_device(
+    tmp_path: Path, wholes: list[int], entries: dict[int, dict[int, int]], scope: Any, own_stream: bool
+) -> None:
+    for seed in SPARSE_SEEDS:
+        wholes.clear()
+        entries.clear()
+        with simulated(seed) as machine, warnings.catch_warnings():
+            warnings.simplefilter("error", UnexplainedStepWarning)
+            warnings.simplefilter("error", UnsavedStepWarning)
+            hook = TopKHook(density=0.05, scope=scope, exact=False)
+            wanted = trained(machine, tmp_path / f"{seed}", hook=hook, own_stream=own_stream)
+            assert not machine.hazards, (seed, machine.hazards)
+        steps = check(tmp_path / f"{seed}", wanted)
+        assert wholes == [1]
+        assert {1, 2, 3, 4, STEPS} <= set(steps)
+        assert sorted(entries) == list(range(2, STEPS + 1))
+        for found in entries.values():
+            assert len(found) == 2, "both parameters that the agent computes"
+            if scope == "tensor":
+                assert sorted(found.values()) == [308, 308]
+
+
+SPARSE_MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "entries are read before they are there": lambda patch: patch.setattr(PinnedCopy, "wait", lambda self: self._host),
+    "entries leave before they are computed": lambda patch: patch.setattr(
+        torch.cuda.Stream, "wait_stream", lambda *_: None
+    ),
+    "the memory of entries is not kept": lambda patch: patch.setattr(torch.Tensor, "record_stream", lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("mutant", SPARSE_MUTANTS)
+def test_what_leaves_an_order_of_entries_out_is_caught(tmp_path: Path, mutant: str) -> None:
+    """The device reports a hazard, or the digests show that the agent's step differs."""
+    for seed in range(20):
+        with simulated(seed) as machine, pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            SPARSE_MUTANTS[mutant](patch)
+            wanted = trained(machine, tmp_path / f"{seed}", hook=TopKHook(density=0.05, exact=False))
+            if machine.hazards:
+                return
+        if not {1, 2, 3, 4, STEPS} <= set(check(tmp_path / f"{seed}", wanted)):
+            return
+    pytest.fail(f"{mutant}: not caught under any seed")
+
+
+class Changing(TopKHook):
+    """Changes gradients after they were compressed: `change` gets the parameters and the number of the call."""
+
+    def __init__(self, change: Callable[[list[Any], int], object], density: float = 0.05) -> None:
+        super().__init__(density, exact=False)
+        self._change = change
+        self._calls = 0
+
+    def compress(self, parameters: Any) -> None:
+        found = [one for one in parameters if one.grad is not None]
+        super().compress(found)
+        self._calls += 1
+        self._change(found, self._calls)
+
+
+def clipped(parameters: list[Any], _: int) -> None:
+    torch.nn.utils.clip_grad_norm_(parameters, 0.01)
+
+
+def added_to(parameters: list[Any], call: int) -> None:
+    if call >= 3:
+        parameters[0].grad.add_(1e-4)
+
+
+def added_uncounted(parameters: list[Any], call: int) -> None:
+    if call >= 3:
+        parameters[0].grad.data.add_(1e-4)
+
+
+def test_clipped_entries_stay_entries(tmp_path: Path, wholes: list[int], entries: dict[int, dict[int, int]]) -> None:
+    with simulated(1) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error", UnexplainedStepWarning)
+        warnings.simplefilter("error", UnsavedStepWarning)
+        wanted = trained(machine, tmp_path / "run", hook=Changing(clipped))
+        assert not machine.hazards
+    check(tmp_path / "run", wanted)
+    assert wholes == [1]
+    assert {len(found) for found in entries.values()} == {2}
+
+
+@pytest.mark.parametrize("change", [added_to, added_uncounted])
+def test_a_gradient_that_is_more_than_its_entries_is_sent_dense_from_then_on(
+    tmp_path: Path, wholes: list[int], entries: dict[int, dict[int, int]], change: Any
+) -> None:
+    """The step in which that is found out is not saved. The tensors concerned are sent once, and that is said."""
+    with simulated(0) as machine, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        wanted = trained(machine, tmp_path / "run", hook=Changing(change))
+        assert not machine.hazards
+    steps = check(tmp_path / "run", wanted)
+    assert wholes == [1]
+    assert {1, 2, 4, STEPS} <= set(steps)
+    assert 3 not in steps
+    (remark,) = (str(one.message) for one in told if issubclass(one.category, UnexplainedStepWarning))
+    assert "model.0.weight" in remark
+    assert len(entries[2]) == 2
+    assert len(entries[STEPS]) == 1, "the other parameter's entries"
+
+
+def test_more_entries_than_half_of_the_numbers_are_written_dense(
+    tmp_path: Path, wholes: list[int], entries: dict[int, dict[int, int]]
+) -> None:
+    with simulated(0) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error", UnexplainedStepWarning)
+        wanted = trained(machine, tmp_path / "run", hook=TopKHook(density=0.7, exact=False))
+        assert not machine.hazards
+    assert {1, 2, 3, 4, STEPS} <= set(check(tmp_path / "run", wanted))
+    assert wholes == [1]
+    assert {len(found) for found in entries.values()} == {0}
+
+
+def test_residuals_on_the_device_are_sent_whole(
+    tmp_path: Path, wholes: list[int], entries: dict[int, dict[int, int]]
+) -> None:
+    """They change by the dense gradient, which the agent does not get."""
+    with simulated(0) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error", UnexplainedStepWarning)
+        hook = TopKHook(density=0.05)
+        wanted = trained(machine, tmp_path / "run", hook=hook)
+        assert not machine.hazards
+    assert {1, 2, 3, 4, STEPS} <= set(check(tmp_path / "run", wanted))
+    assert wholes == [1]
+    assert {len(found) for found in entries.values()} == {2}
+
+
+def test_a_device_that_fails_while_it_sends_entries(
+    tmp_path: Path, wholes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That step is lost, and the next state is sent whole."""
+    wait = PinnedCopy.wait
+    calls = []
+
+    def fails(self: PinnedCopy) -> Any:
+        calls.append(self)
+        if len(calls) == 3:
+            raise RuntimeError("an illegal memory access")
+        return wait(self)
+
+    monkeypatch.setattr(PinnedCopy, "wait", fails)
+    with simulated(0) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = trained(machine, tmp_path / "run", hook=TopKHook(density=0.05, exact=False))
+    assert STEPS in check(tmp_path / "run", wanted)
+    assert len(wholes) == 2

@@ -480,18 +480,21 @@ def test_a_killed_run_on_a_gpu(tmp_path: Path, way: str) -> None:
     same(listed(never.state()), listed(restored), f"{way}: step {start}")
 
 
-def check_replica(place: Path, device: str, optimizer: str) -> tuple[list[int], list[str]]:
+def check_replica(place: Path, device: str, optimizer: str, hook: Any = None) -> tuple[list[int], list[str]]:
     """Save every step as a replica; each stored step has its bits -> the stored steps, and what was said of steps.
 
     A device whose arithmetic the agent does not have is said to have one, and its states are sent whole.
+
+    Args:
+        hook: compresses the gradients.
     """
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         script, states = Script(device, optimizer), {}
-        with script.checkpointer(place, strategy="replica", agent=True) as checkpointer:
+        with script.checkpointer(place, strategy="replica", agent=True, compressor=hook) as checkpointer:
             checkpointer.resume()
             for step in range(1, STEPS + 1):
-                script.update()
+                script.update(hook)
                 checkpointer.step()
                 states[step] = script.state()
                 checkpointer.wait()
@@ -522,3 +525,15 @@ def test_a_replica_of_parameters_on_a_gpu(tmp_path: Path, optimizer: str, caplog
         pytest.skip("; ".join(told))
     assert steps == list(range(1, STEPS + 1))
     assert "variant=" in caplog.text
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+def test_a_replica_of_compressed_gradients_on_a_gpu(tmp_path: Path, scope: Any) -> None:
+    hook = TopKHook(density=0.05, scope=scope, exact=False)
+    steps, told = check_replica(tmp_path / "run", "cuda", "AdamW foreach", hook)
+    assert steps[-1] == STEPS
+    if told:
+        pytest.skip("; ".join(told))
+    assert steps == list(range(1, STEPS + 1))

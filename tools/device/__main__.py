@@ -8,8 +8,8 @@ threads that train are counted apart) and who asked for them, launches, device m
 are threads, each with a device of its own and the same model; their numbers are added up.
 
 ``gradient+topk`` is ``gradient`` with a `TopKHook` (density 1 %, of each tensor or, ``+bucket``, of all of them); its
-``compress`` counts, too. ``layerwise`` is `LayerwiseSnapshots` in one process, with copies to the host or, ``+device``,
-on the device first.
+``compress`` counts, too. ``replica+topk`` and ``replica+bucket`` are ``replica`` with ``TopKHook(0.01, exact=False)``.
+``layerwise`` is `LayerwiseSnapshots` in one process, with copies to the host or, ``+device``, on the device first.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ __all__ = ["Row", "main", "measured"]
 STRATEGIES: Final = (
     "full", "delta", "gradient", "gradient+topk", "gradient+bucket", "layerwise", "layerwise+device"
 )  # fmt: skip
-REPLICA: Final = "replica"
-"""A strategy of an agent alone."""
+REPLICA: Final = ("replica", "replica+topk", "replica+bucket")
+"""Strategies of an agent alone."""
 STEPS: Final = 9
 MIDDLE: Final = 6
 _WIDTH: Final = 32
@@ -99,7 +99,7 @@ def measured(
 
     Args:
         place: where the store is made.
-        strategy: one of `STRATEGIES`.
+        strategy: one of `STRATEGIES`, or with `agent` of `REPLICA`.
         parameters: how many tensors the model has, an even number.
         seed: of the simulated machine.
         agent: have an agent save.
@@ -110,7 +110,7 @@ def measured(
     gc.collect()  # Prevents: counting what the hook of an earlier call still holds.
     with simulated(seed, devices=max(ranks, 1)) as machine:
         torch.manual_seed(0)
-        width = _REPLICATED_WIDTH if strategy == REPLICA else _WIDTH
+        width = _REPLICATED_WIDTH if strategy in REPLICA else _WIDTH
         layers = [torch.nn.Linear(width, width) for _ in range(parameters // 2)]
         step = _Step(machine, strategy, torch.nn.Sequential(*layers), agent, ranks)
         if not ranks:
@@ -193,7 +193,7 @@ class _Step:
                 yield snapshots.begin, snapshots.save
             return
         scope: Any = "bucket" if kind == "bucket" else "tensor"
-        hook = TopKHook(0.01, scope=scope) if kind else None
+        hook = TopKHook(0.01, scope=scope, exact=strategy != REPLICA[0]) if kind else None
         options: dict[str, Any] = {} if group is None else {"group": group}
         with Checkpointer(
             place,
@@ -297,7 +297,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 @click.option(
     "--strategy",
     "strategies",
-    type=click.Choice((*STRATEGIES, REPLICA)),
+    type=click.Choice((*STRATEGIES, *REPLICA)),
     multiple=True,
     help="Only this one; repeat it. replica needs --agent.",
 )

@@ -100,6 +100,7 @@ class AgentLink:
                 self._channel.post({"do": do, "id": number, **fields})
             except BaseException:
                 del self._asked[number]
+                self._abandoned.add(number)  # Ctrl-C: it may be sent, and answered
                 raise
         return answer
 

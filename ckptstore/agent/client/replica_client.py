@@ -203,14 +203,30 @@ class ReplicaClient:
                 self._changed.wait()
             return self._free.pop() if self._free else None
 
-    def leave(self, area: BorrowedBuffer) -> None:
-        """Return an area that was not used."""
-        with self._changed:
-            if not self._closed:
-                self._free.append(area)
-                self._changed.notify_all()
-                return
-        area.give_back()
+    def leave(self, area: BorrowedBuffer, settle: Callable[[], None] | None = None) -> None:
+        """Return an area that is not sent.
+
+        Args:
+            settle: waits for devices that still copy to it, and raises nothing: the area is returned later then, by a
+                thread. None: none does.
+        """
+
+        def left() -> None:
+            with self._changed:
+                if not self._closed:
+                    self._free.append(area)
+                    self._changed.notify_all()
+                    return
+            area.give_back()
+
+        if settle is None:
+            left()
+            return
+        try:
+            self._in_turn(settle, left, lambda _: None)
+        except RuntimeError:  # the writer was closed
+            settle()
+            left()
 
     def advance(self, area: BorrowedBuffer, told: ReplicaStep) -> PendingSave | None:
         """Send a step whose area is filled, or will be -> its save; None: the state stays in memory.

@@ -97,7 +97,7 @@ class StateTransfer:
     """Copies states to the agent of a term, in the training thread.
 
     Attributes:
-        replica: the newest replica that the agent keeps; while it is open, `save` waits for devices.
+        replica: the newest replica that the agent keeps.
     """
 
     def __init__(self, agent_term: AgentTerm, options: WriterOptions) -> None:
@@ -175,12 +175,15 @@ class StateTransfer:
         agent = agent_term.connected()
         lent = agent_term.buffers.lend(agent.link, StateLayout.of(flat.tensors))
         given = _Given(flat.tree, None, lent)
+
+        def send() -> None:
+            lent.save({"step": step, "tree": flat.tree, "persist": False, **labels_form(labels)}, lambda _: None)
+
         try:
             self._copy(flat, given)
-            given.arrive()
-            self.handed_over()
             agent_term.inherited = None  # the agent may overwrite its memory from now on
-            lent.save({"step": step, "tree": flat.tree, "persist": False, **labels_form(labels)}, lambda _: None)
+            # If a device fails, the agent refuses the next step, because it lacks this one.
+            self.in_turn(None if given.arrived else given.arrive, send, lambda _: given.give_back())
         except BaseException:
             given.give_back()
             raise
@@ -254,8 +257,6 @@ class StateTransfer:
         """Give a save to the agent: at once, or in a thread once devices and other threads have copied it."""
         self._agent_term.check_open()
         self._agent_term.inherited = None  # the agent may overwrite its memory from now on
-        if self.replica is not None and not self.replica.closed:
-            given.arrive()  # a step that is repeated is sent at once, after the state that it builds on
         # Prevents: a step that the agent refuses, because a later one overtook it.
         if given.arrived and (self._last is None or self._last.done()):
             self._send(given)

@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,40 @@ class Message:
             self.descriptor = None
 
 
+class _Letter:
+    """A message that is sent, perhaps in parts.
+
+    Attributes:
+        begun: a part was sent, and not all.
+    """
+
+    def __init__(self, data: bytes, descriptor: int | None) -> None:
+        """Take ownership of the descriptor that is sent with the first byte; None: none is."""
+        self._left = memoryview(data)
+        self._descriptor = descriptor
+        self.begun = False
+
+    def sent(self, connection: socket.socket) -> bool:
+        """Send what the socket takes now -> whether that was all. Raises `OSError`."""
+        while self._left:
+            fds = [] if self._descriptor is None else [self._descriptor]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                count = connection.sendmsg([self._left], rights, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            self._left = self._left[count:]
+            self.begun = bool(self._left)
+            self.close()
+        return True
+
+    def close(self) -> None:
+        """Close the descriptor: it was sent, or will not be."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
 def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Process id and user id of the peer, from the kernel (SO_PEERCRED)."""
     pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -67,7 +102,8 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 class Channel:
-    """One connection. One thread receives. Any thread posts, and never blocks: a separate thread sends.
+    """One connection. One thread receives. Any thread posts, and never blocks: a separate thread sends what the socket
+    does not take at once.
 
     Attributes:
         pid: the peer's process; 0: it is not visible from here.
@@ -94,6 +130,8 @@ class Channel:
         self._patience = patience
         self._death = _death_of(self.pid)
         self._sender: ThreadPoolExecutor = started_pool(1, "ckptstore-agent-send")
+        self._unsent = 0  # messages that the sender has not sent to their end
+        self._sending = threading.Lock()
         self._closed = False
 
     def fileno(self) -> int:
@@ -211,6 +249,9 @@ class Channel:
     def post(self, body: dict[str, Any], descriptor: int | None = None) -> None:
         """Send a message after those that were posted before. A failure to send closes the connection.
 
+        If the socket takes all of it, it is sent when this returns: the peer receives it even if this process is killed
+        then.
+
         Args:
             body: what `jsontext.dumps` takes.
             descriptor: sent with the message, as a copy; the caller keeps its own.
@@ -221,31 +262,37 @@ class Channel:
         text = jsontext.dumps(body)
         if len(text) > LIMIT:
             raise AgentError(f"a message of {len(text)} bytes; at most {LIMIT} are allowed")
-        copy = None if descriptor is None else os.dup(descriptor)
-        try:
-            self._sender.submit(self._send, struct.pack(">I", len(text)) + text, copy)
-        except RuntimeError:  # closed meanwhile: `receive` says so
-            if copy is not None:
-                os.close(copy)
+        letter = _Letter(struct.pack(">I", len(text)) + text, None if descriptor is None else os.dup(descriptor))
+        with self._sending:
+            try:
+                # Prevents: several steps that a killed trainer had given, and that its sender had not sent, because on
+                # a busy machine that thread had not run yet.
+                if not self._unsent and letter.sent(self._socket):
+                    return
+                self._sender.submit(self._send, letter)
+                self._unsent += 1
+            except RuntimeError:  # closed meanwhile: `receive` says so
+                letter.close()
+            except (OSError, ValueError):
+                letter.close()
+                self.hang_up()
+            except BaseException:  # Ctrl-C
+                letter.close()
+                if letter.begun:  # Prevents: the next message being read as the rest of this one.
+                    self.hang_up()
+                raise
 
-    def _send(self, data: bytes, descriptor: int | None) -> None:
-        fds = [] if descriptor is None else [descriptor]
-        left = memoryview(data)
+    def _send(self, letter: _Letter) -> None:
         try:
-            while left:
-                try:
-                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-                    sent = self._socket.sendmsg([left], rights, socket.MSG_NOSIGNAL)
-                except BlockingIOError:
-                    if not select.select([], [self._socket], [], self._patience)[1]:
-                        raise TimeoutError(f"process {self.pid} takes no messages") from None
-                    continue
-                left, fds = left[sent:], []
+            while not letter.sent(self._socket):
+                if not select.select([], [self._socket], [], self._patience)[1]:
+                    raise TimeoutError(f"process {self.pid} takes no messages")
         except (OSError, ValueError):
             self.hang_up()
         finally:
-            if descriptor is not None:
-                os.close(descriptor)
+            letter.close()
+            with self._sending:
+                self._unsent -= 1
 
     # -- ending
 

@@ -7,6 +7,7 @@ be its entries alone: int32 indices, then fp32 values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -157,30 +158,54 @@ def read_recipe(form: Any, layout: StateLayout) -> Recipe:
     Raises:
         AgentError, ValueError, TypeError, LookupError: the form is invalid.
     """
-    kinds = tuple(str(kind)[:_TEXT] for kind in form["kinds"])
+    kinds = tuple(_text(kind) for kind in form["kinds"])
     groups = tuple(whole_number(count, 1 << 20) for count in form["groups"])
     if len(kinds) != len(groups):
         raise AgentError(f"{len(kinds)} optimizers with groups for {len(groups)}")
     last = len(layout.tensors) - 1
     rows = []
     for optimizer, group, slots, made in form["rows"]:
-        named = tuple((str(name)[:_TEXT], whole_number(number, last)) for name, number in slots)
-        if not 0 < len(named) <= _MOST_SLOTS or named[0][0] != "weight":
+        named = tuple((_text(name), whole_number(number, last)) for name, number in slots)
+        if not 0 < len(named) <= _MOST_SLOTS or named[0][0] != "weight" or len(dict(named)) != len(named):
             raise AgentError(f"slots {slots!r:.80}")
+        if type(made) is not bool:
+            raise AgentError(f"{made!r:.80} in place of true or false")
         owner = whole_number(optimizer, len(kinds) - 1)
-        rows.append(Row(owner, whole_number(group, groups[owner] - 1), named, made is True))
+        rows.append(Row(owner, whole_number(group, groups[owner] - 1), named, made))
+    _check_made(rows, layout)
     numbers = tuple(whole_number(number, last) for number in form["made"])
     if len(set(numbers)) != len(numbers):
         raise AgentError("a position occurs twice in 'made'")
     summed = tuple(whole_number(number, last) for number in form.get("summed", ()))
-    if not set(summed) <= set(numbers):
-        raise AgentError("a position in 'summed' is not in 'made'")
-    variants = tuple(
-        tuple(None if one is None else str(one)[:_TEXT] for one in found) for found in form.get("variants", ())
-    )
+    if not set(summed) <= set(numbers) or len(set(summed)) != len(summed):
+        raise AgentError("a position in 'summed' is not in 'made', or occurs twice")
+    variants = tuple(tuple(None if one is None else _text(one) for one in found) for found in form.get("variants", ()))
     if variants and tuple(map(len, variants)) != groups:
         raise AgentError(f"variants of {variants!r:.80} for {groups} groups")
     return Recipe(layout, kinds, groups, tuple(rows), numbers, summed, variants)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > _TEXT:
+        raise AgentError(f"{value!r:.80} in place of a name")
+    return value
+
+
+def _check_made(rows: Sequence[Row], layout: StateLayout) -> None:
+    """Raise `AgentError` if a kernel could write outside the tensors of a parameter, or if two share one."""
+    used: set[int] = set()
+    for row in rows:
+        if not row.made:
+            continue
+        weight = layout.tensors[row.weight]
+        for name, number in row.slots:
+            shape = layout.tensors[number].shape
+            # Prevents: memory that a fused kernel overwrites, because it goes by the size of the parameter alone.
+            if shape != weight.shape and math.prod(shape) != 1:
+                raise AgentError(f"{name} of {weight.name!r:.80} is {list(shape)}, not {list(weight.shape)}")
+            if number in used:
+                raise AgentError(f"tensor {number} belongs to two parameters, or twice to one")
+            used.add(number)
 
 
 def write_entries(gradient: SparseGradient, place: Bytes) -> bool:

@@ -97,7 +97,9 @@ class ReplicaReplay:
         """
         recipe, keeper = self._recipe, self._keeper
         step, after = whole_number(body["step"]), whole_number(body["after"])
-        area = self._areas[whole_number(body["area"])]
+        if step <= after:
+            raise AgentError(f"step {step} after step {after}")
+        area = self._area(body["area"])
         calls = read("calls", body["calls"], self._calls)
         whole = read("whole", body.get("whole", ()), self._whole)
         base = keeper.base(after)
@@ -128,6 +130,14 @@ class ReplicaReplay:
             keeper.pool.give_back(buffer)
             raise
 
+    def _area(self, form: Any) -> SharedBuffer:
+        number = whole_number(form)
+        area = self._areas.get(number)
+        # Prevents: a gradient that is made dense in memory which was given back, and may hold the newest state now.
+        if area is None or self._keeper.pool.lent(number) is not area:
+            raise AgentError(f"buffer {number} is no area of this replica")
+        return area
+
     def _whole(self, form: Any) -> dict[int, Bytes]:
         """The bytes of each tensor that is sent whole once, by position."""
         made, found = set(self._recipe.made), {}
@@ -137,6 +147,8 @@ class ReplicaReplay:
                 place, begin = whole_number(position), whole_number(start)
                 if place not in made:
                     raise AgentError(f"tensor {place} is not one that the agent computes")
+                if place in found:
+                    raise AgentError(f"tensor {place} is sent whole twice")
                 end = begin + self._recipe.layout.tensors[place].nbytes
                 if end > len(memory):
                     raise AgentError(f"tensor {place} ends at byte {end} of {len(memory)}")
@@ -153,22 +165,35 @@ class ReplicaReplay:
         return found
 
     def _calls(self, form: Any) -> list[_OptimizerCall]:
-        found = []
+        found: dict[int, _OptimizerCall] = {}
         for optimizer, settings, moved, scaling, sparse in form:
             place = whole_number(optimizer, len(self._recipe.kinds) - 1)
+            if place in found:
+                raise AgentError(f"optimizer {place} steps twice")
             if len(settings) != self._recipe.groups[place]:
                 raise AgentError(f"settings of {len(settings)} groups for {self._recipe.groups[place]}")
             scale, infinity = (None if one is None else number(one) for one in scaling)
-            rows = None if moved is None else frozenset(whole_number(row) for row in moved)
-            counts = {self._sparse_row(row): whole_number(count) for row, count in sparse}
-            found.append(_OptimizerCall(place, [_checked(one) for one in settings], rows, (scale, infinity), counts))
-        return found
+            rows = None if moved is None else frozenset(self._row(row, place) for row in moved)
+            counts: dict[int, int] = {}
+            for row, count in sparse:
+                own = self._sparse_row(row, place)
+                if own in counts or (rows is not None and own not in rows):
+                    raise AgentError(f"row {own} has entries twice, or no gradient")
+                counts[own] = whole_number(count)
+            found[place] = _OptimizerCall(place, [_checked(one) for one in settings], rows, (scale, infinity), counts)
+        return [*found.values()]
 
-    def _sparse_row(self, row: Any) -> int:
-        place = whole_number(row)
-        if place not in self._recipe.gradients or self._weight(place).dtype != "F32":
-            raise AgentError(f"row {place} has no fp32 gradient")
-        return place
+    def _row(self, form: Any, optimizer: int) -> int:
+        row = whole_number(form, len(self._recipe.rows) - 1)
+        if self._recipe.rows[row].optimizer != optimizer:
+            raise AgentError(f"row {row} is not of optimizer {optimizer}")
+        return row
+
+    def _sparse_row(self, form: Any, optimizer: int) -> int:
+        row = self._row(form, optimizer)
+        if row not in self._recipe.gradients or self._weight(row).dtype != "F32":
+            raise AgentError(f"row {row} has no fp32 gradient")
+        return row
 
     def _weight(self, row: int) -> TensorForm:
         return self._recipe.layout.tensors[self._recipe.rows[row].weight]
@@ -201,11 +226,7 @@ class ReplicaReplay:
         self, calls: Sequence[_OptimizerCall], stage: _Stage, entries: Mapping[int, SparseGradient]
     ) -> list[Update]:
         """What the optimizers did, for a writer that stores step diffs. Other tensors are stored as differences."""
-        by_optimizer: dict[int, _OptimizerCall] = {}
-        for call in calls:
-            if call.optimizer in by_optimizer:
-                return []  # two steps at once are not one step
-            by_optimizer[call.optimizer] = call
+        by_optimizer = {call.optimizer: call for call in calls}
         numbers: dict[tuple[int, int], tuple[optim.Optimizer, float]] = {}
         for call in calls:
             for group, its in enumerate(call.settings):
@@ -312,7 +333,7 @@ class _Stage:
                     rule = rule_of(kind, call.settings[place], variant, self._count_after(row, area))
                     slots = dict(row.slots)
                     state = [self._floats(self._images[slots[name]], slots[name]) for name in rule.slots]
-                except (CkptError, LookupError, TypeError, ValueError) as error:
+                except (CkptError, LookupError, TypeError, ValueError, OverflowError) as error:
                     raise AgentError(f"variant {variant!r:.40}: {error}") from error
                 start = self._recipe.gradients[at]
                 gradient = area.shared.memory[start : start + 4 * len(state[0])].view(np.float32)

@@ -218,7 +218,15 @@ class TrainerSession:
         self._reply(number, descriptor, buffer=buffer.number, nbytes=buffer.nbytes)
 
     def _release(self, number: int, body: dict[str, Any]) -> None:
-        self._keeper.pool.give_back(self._keeper.pool.lent(whole_number(body["buffer"])))
+        buffer = whole_number(body["buffer"])
+
+        def work() -> None:
+            self._keeper.pool.give_back(self._keeper.pool.lent(buffer))
+
+        if self._replicas:  # after the steps that may read it
+            self._in_turn(number, work)
+            return
+        work()
         self._reply(number)
 
     def _save(self, number: int, body: dict[str, Any]) -> None:
@@ -271,6 +279,9 @@ class TrainerSession:
 
         def work() -> dict[str, Any]:
             try:
+                persist = body["persist"]
+                if type(persist) is not bool:
+                    raise AgentError(f"persist: {persist!r:.80} in place of true or false")
                 made = self._made(replica, body)
             except BaseException as error:
                 self._forgone(body, error)
@@ -281,7 +292,7 @@ class TrainerSession:
                 self._forgone(body, AgentError(f"{names[0]} is not what training has"))
                 return {"differs": names[:_MOST_NAMES], "unproven": [list(one) for one in made.unproven.items()]}
             self._keeper.keep(made)
-            if body["persist"]:
+            if persist:
                 self._persisted(made.step, None)
             return {}
 

@@ -63,8 +63,13 @@ class StartedSave:
     stale: bool = False
 
     def abandon(self) -> None:
-        """Give the save up, and free what the devices have copied for it. Returns when nothing reads the layers."""
+        """Give the save up, and free what the devices have copied for it.
+
+        Returns when the host reads no layer any more, and later work of devices waits for their copies.
+        """
         self.save.abandon()
-        # Prevents: a device that holds these copies until Python collects cycles: their reads were cancelled.
         for one in self.staged.values():
+            # Prevents: an optimizer that changes a layer while a device copies it: no hook knows of it now.
+            one.gate()
+            # Prevents: a device that holds these copies until Python collects cycles: their reads were cancelled.
             one.free()

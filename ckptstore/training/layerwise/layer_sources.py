@@ -40,12 +40,16 @@ class LayerSource:
     private: bool
     refused: int
     marks: tuple[Hashable, ...]
-    _events: tuple[tuple[torch.device, torch.cuda.Event], ...] = ()
+    _events: tuple[tuple[torch.cuda.Stream, torch.cuda.Event], ...] = ()
 
     def gate(self) -> None:
-        """Make the current stream wait for the copy on the device. The host does not wait."""
-        for device, event in self._events:
-            torch.cuda.current_stream(device).wait_event(event)
+        """Make the current stream, and that on which the copy was requested, wait for the copy on the device.
+
+        The host does not wait.
+        """
+        for stream, event in self._events:
+            for waiting in {stream, torch.cuda.current_stream(stream.device)}:
+                waiting.wait_event(event)
 
     def free(self) -> None:
         """Free the copies on devices. Nothing may read them any more."""
@@ -145,7 +149,7 @@ def _on_device(members: Mapping[str, TorchSource]) -> LayerSource:
                 if stream is not None:
                     data.record_stream(stream)  # Prevents: memory that is reused while the copy is only queued.
                 sources[name] = CopyOnDevice(TorchSource(data.clone(memory_format=torch.contiguous_format)))
-    events = tuple((device, stream.record_event()) for device, stream in streams.items())
+    events = tuple((torch.cuda.current_stream(device), one.record_event()) for device, one in streams.items())
     return LayerSource(sources, True, 0, marks_of(members), events)
 
 

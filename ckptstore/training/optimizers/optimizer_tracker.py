@@ -38,9 +38,13 @@ class Compressor(Protocol):
         """The remaining entries of the current gradients, by parameter; only of parameters that have some."""
 
     def consumed_later(
-        self, parameters: Sequence[torch.Tensor]
+        self, parameters: Sequence[torch.Tensor], *, checked: bool = False
     ) -> Mapping[torch.Tensor, SparseGradient | LateGradient]:
-        """As `consumed`, without waiting for a device."""
+        """As `consumed`, without waiting for a device.
+
+        Args:
+            checked: also count the entries of gradients that torch has not seen change.
+        """
 
 
 class OptimizerTracker:

@@ -177,9 +177,13 @@ class TopKHook:
         return {one: found for one, found in read.items() if isinstance(found, SparseGradient)}
 
     def consumed_later(
-        self, parameters: Sequence[torch.Tensor]
+        self, parameters: Sequence[torch.Tensor], *, checked: bool = False
     ) -> Mapping[torch.Tensor, SparseGradient | LateGradient]:
-        """As `consumed`, but gradients on a CUDA device are copied to the host while training continues."""
+        """As `consumed`, but gradients on a CUDA device are copied to the host while training continues.
+
+        Args:
+            checked: also count the entries of gradients that torch has not seen change since `compress`.
+        """
         found: dict[torch.Tensor, SparseGradient | LateGradient] = {}
         unchanged: set[torch.Tensor] = set()
         devices: dict[torch.device, dict[EntriesOnDevice, None]] = {}
@@ -190,7 +194,7 @@ class TopKHook:
             # Nobody has touched what `compress` has left: the rest need not be read. Who does so past torch's count
             # (``.data``) makes a step dearer to store: what is predicted from this is compared with the state. A
             # replica drops the step, and checks all gradients from then on.
-            touched = self._left.pop(parameter, None) != _version(gradient)
+            touched = self._left.pop(parameter, None) != _version(gradient) or checked
             if on_device is not None:
                 devices.setdefault(gradient.device, {})[on_device] = None
                 if not touched:

@@ -7,8 +7,9 @@ changed it. If that happens in several steps, gradients are not copied during ba
 
 With a compressor (`TopKHook`) only the entries of a gradient that are left are copied, before the optimizer's step.
 
-Gradients on a CUDA device are copied whole before the optimizer's step, also compressed ones. The device does that: the
-copies are queued, and the step that is queued afterwards waits for them on the device.
+Gradients on a CUDA device are copied before the optimizer's step, too. The device does that: the copies are queued, and
+the step that is queued afterwards waits for them on the device. Of a compressed gradient only indices and values leave
+the device. A thread sorts them into the area when they are there, and tells the agent of the step after that.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.sources import TensorSource
 from ckptstore.frameworks.torch_optimizers import settings_of
+from ckptstore.frameworks.torch_shards import local_part
 from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes, from_buffer, on_host
 from ckptstore.host.batched_copies import BatchedCopies
 from ckptstore.host.buffers import Bytes
 from ckptstore.training.optimizers.optimizer_tracker import Compressor
 from ckptstore.training.replica.replicable_state import Replicable
 from ckptstore.write.capture.snapshot import copy_queued
+from ckptstore.write.steps.updates import LateGradient
 
 __all__ = ["ConsumedGradients", "ConsumedStep"]
 
@@ -55,10 +58,12 @@ class ConsumedStep:
 
     Attributes:
         area: the memory of its gradients; None: none yet.
-        calls: the optimizers' steps, as in `agent.client.replica_client.ReplicaStep`.
+        calls: the optimizers' steps, as in `agent.client.replica_client.ReplicaStep`. How many entries of gradients
+            come from devices is in it after `arrive`.
         why: why the agent cannot repeat the step; None: it can.
         early: for each row whose gradient was copied during backward, its address and version.
         arriving: functions that wait for devices that still copy to the area.
+        late: functions that wait for entries, and write them into the area. Devices copy these to other memory.
     """
 
     area: BorrowedBuffer | None = None
@@ -66,18 +71,24 @@ class ConsumedStep:
     why: str | None = None
     early: dict[int, tuple[int, int]] = field(default_factory=dict)
     arriving: list[Callable[[], None]] = field(default_factory=list)
+    late: list[Callable[[], None]] = field(default_factory=list)
 
     def arrive(self) -> None:
-        """Wait until no device copies to the area any more. Raises the error of a copy."""
-        for one in self.arriving:
+        """Wait until everything that was consumed is in the area. Raises the error of a copy."""
+        for one in (*self.arriving, *self.late):
             one()
 
     def settle(self) -> None:
-        """As `arrive`, for an area that is given up. Raises nothing."""
+        """Wait until no device copies to the area any more, which is given up. Raises nothing."""
         # Prevents: an agent that uses the area for something else while a device still copies to it.
         for one in self.arriving:
             with contextlib.suppress(Exception):  # a failed device copies no more
                 one()
+
+    def left(self, replicated: ReplicaClient) -> None:
+        """It is not sent: return its area, once no device copies to it any more. Waits for nothing."""
+        if self.area is not None:
+            replicated.leave(self.area, self.settle if self.arriving else None)
 
 
 class ConsumedGradients:
@@ -118,6 +129,7 @@ class ConsumedGradients:
         self._process = os.getpid()
         self._useless_steps = 0 if early and compressor is None else _MOST_USELESS
         self._counted = counted  # the entries of a gradient are counted before they are taken for all of it
+        self._dense: set[torch.Tensor] = set()  # parameters on devices whose gradients had other entries, too
 
     def attach(
         self,
@@ -169,9 +181,8 @@ class ConsumedGradients:
     def dropped(self) -> None:
         """A whole state is sent instead: release what was consumed."""
         step = self.taken()
-        step.settle()
-        if step.area is not None and self._replicated is not None:
-            self._replicated.leave(step.area)
+        if self._replicated is not None:
+            step.left(self._replicated)
 
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         def hook(*arguments: Any) -> None:
@@ -255,20 +266,21 @@ class ConsumedGradients:
 
         Returns:
             the rows that have a gradient (None: all have one); and [row, number of entries] of each gradient of which
-            only the entries were copied.
+            only the entries were copied. Those of devices are added to it when they arrive.
         """
         room, early = self._room(area), self._step.early
         sparse = self._copied_entries(rows, area)
+        late = self._queued_entries(rows, area)
         copies: list[tuple[int, int, int]] = []
         queued: dict[str, tuple[TensorSource, Bytes]] = {}
         moved: list[int] = []
         kept = stale = 0
         for row, parameter, made in rows:
-            gradient = parameter.grad
+            gradient = _gradient(parameter)
             if gradient is None:
                 continue
             moved.append(row)
-            if not made or row in sparse:
+            if not made or row in sparse or row in late:
                 continue
             if row in early:
                 if early[row] == (gradient.data_ptr(), counted_changes(gradient)):
@@ -290,7 +302,10 @@ class ConsumedGradients:
             arrive = copy_queued(queued, area.memory, _in_turn, partial(self._register, area.memory))
             self._step.arriving += [] if arrive is None else [arrive]
         self._judge(kept, stale)
-        return None if len(moved) == len(rows) else moved, [[row, count] for row, count in sparse.items()]
+        counts = [[row, count] for row, count in sparse.items()]
+        if late:
+            self._step.late.append(partial(self._put_entries, late, area.memory, self._replicated_recipe(), counts))
+        return None if len(moved) == len(rows) else moved, counts
 
     def _copied_entries(self, rows: Sequence[tuple[int, torch.Tensor, bool]], area: BorrowedBuffer) -> dict[int, int]:
         """Copy the entries of compressed gradients -> their number, by row."""
@@ -313,6 +328,54 @@ class ConsumedGradients:
             if write_entries(sparse, area.memory[start : start + form.nbytes]):
                 found[row] = len(sparse.indices)
         return found
+
+    def _queued_entries(
+        self, rows: Sequence[tuple[int, torch.Tensor, bool]], area: BorrowedBuffer
+    ) -> dict[int, tuple[torch.Tensor, LateGradient]]:
+        """Queue the copies of the entries of compressed gradients on devices -> parameter and gradient, by row."""
+        found: dict[int, tuple[torch.Tensor, LateGradient]] = {}
+        away = [
+            (row, parameter)
+            for row, parameter, made in rows
+            if made and not on_host(parameter) and parameter not in self._dense
+        ]
+        if self._compressor is None or not away:
+            return found
+        entries = self._compressor.consumed_later([parameter for _, parameter in away], checked=self._counted)
+        room = self._room(area)
+        for row, parameter in away:
+            late = entries.get(parameter)
+            if isinstance(late, LateGradient) and parameter.grad is not None:
+                _check_form(parameter.grad, room[row], self._devices[row])
+                found[row] = parameter, late
+        return found
+
+    def _put_entries(
+        self,
+        late: Mapping[int, tuple[torch.Tensor, LateGradient]],
+        memory: Bytes,
+        recipe: Recipe,
+        counts: list[list[int]],
+    ) -> None:
+        """Wait for the entries from devices, write them into an area, and add their numbers to `counts`.
+
+        A thread calls it, before the agent is told of the step.
+        """
+        for row, (parameter, gradient) in late.items():
+            sparse = gradient.read()
+            if sparse is None:
+                # The device found entries elsewhere. They are gone by now: the digests tell that the agent's tensors
+                # differ, and these are sent.
+                _LOG.debug("a gradient on %s was not only its entries: it is sent dense from now on", parameter.device)
+                self._dense.add(parameter)
+                sparse = SparseGradient(np.empty(0, np.int64), np.empty(0, np.float32), gradient.size)
+            start = recipe.gradients[row]
+            place = memory[start : start + 4 * gradient.size]
+            if write_entries(sparse, place):
+                counts.append([row, len(sparse.indices)])
+            else:  # more than half of the numbers are entries
+                place[:] = 0
+                place.view(np.float32)[sparse.indices] = sparse.values
 
     def _replicated_recipe(self) -> Recipe:
         assert self._replicated is not None  # an area is there
@@ -348,6 +411,18 @@ class ConsumedGradients:
             self._step.calls.append(call)
         elif self._replicated is not None and self._step.why is None:
             self._step.why = self._replicated.lost or "a step was taken that was not seen to begin"
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient; of a DTensor this rank's part. Raises `UnsupportedStateError`: it is not where the parameter is."""
+    gradient = parameter.grad
+    if gradient is None or not hasattr(parameter, "placements"):
+        return gradient
+    placed = getattr(gradient, "placements", None)
+    # Prevents: a partial sum that is taken for the gradient: the optimizer adds those of all ranks first.
+    if placed != parameter.placements:
+        raise UnsupportedStateError(f"a gradient is placed as {placed}, and its parameter as {parameter.placements}")
+    return local_part(gradient)
 
 
 def _check_form(gradient: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:

@@ -89,7 +89,7 @@ class ReplicaSaves(StateSaves):
         self._replicated: ReplicaClient | None = None
         self._form: _Form | None = None
         self._plan: StatePlan | None = None
-        self._plans_left = _PLANS
+        self._plans_left = 0 if self._captured.sharding else _PLANS
         self._at: int | None = None  # the newest step that the agent has or will have
         self._held: FlatState | None = None  # that step, flattened, while it is only in memory
         self._given_save: PendingSave | None = None  # the newest step's save, once it has begun
@@ -286,7 +286,7 @@ class ReplicaSaves(StateSaves):
         if area is None or replicated.lost is not None:
             return None
         assert form is not None
-        filled = _Filled(list(consumed.arriving), [])
+        filled = _Filled([*consumed.arriving, *consumed.late], [])
         try:
             if due := self._unproven.due(replicated.recipe):
                 form.whole(due, flat, filled, self._agent, self._pool)
@@ -303,9 +303,8 @@ class ReplicaSaves(StateSaves):
 
     def _leave(self, replicated: ReplicaClient | None, consumed: ConsumedStep) -> None:
         """Return the area of a step that is not sent."""
-        consumed.settle()
-        if consumed.area is not None and replicated is not None:
-            replicated.leave(consumed.area)
+        if replicated is not None:
+            consumed.left(replicated)
 
     def _whole(self, step: int, flat: FlatState, said: _BothLabels, *, persist: bool) -> PendingSave | None:
         """Send a whole state, from which the agent computes the next ones."""
@@ -370,7 +369,7 @@ class ReplicaSaves(StateSaves):
                 return FlatState(light.tree, {**self._plan.tensors, **light.tensors})
             self._plan = None
         state = self._captured.state(step, self._ranks)
-        flat = bridge.flattened(state)
+        flat = bridge.flattened(state, sharded=bool(self._captured.sharding))
         if self._plans_left:
             self._plans_left -= 1
             self._plan = StatePlan.made(self._captured, state, flat, step, self._ranks)

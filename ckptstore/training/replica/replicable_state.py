@@ -15,6 +15,7 @@ from ckptstore.errors import UnsupportedStateError, UsageError
 from ckptstore.formats.optim import KINDS
 from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks.torch_optimizers import settings_of
+from ckptstore.frameworks.torch_shards import local_part
 from ckptstore.frameworks.torch_tensors import TorchSource, on_host
 from ckptstore.training.capture.script_state import ScriptState
 
@@ -34,11 +35,6 @@ def check_replicable(captured: ScriptState) -> None:
     other = "take strategy='gradient' or 'delta', which are as exact"
     if not captured.optimizers:
         raise UsageError("strategy='replica': there is no optimizer whose steps an agent could take again")
-    if captured.sharding:
-        raise UsageError(
-            "strategy='replica': parameters are DTensors (FSDP2), and the optimizer of a rank steps its "
-            f"shards alone, which no agent does: {other}"
-        )
     for optimizer in captured.optimizers:
         kind = type(optimizer)
         if kind.__name__ not in KINDS or kind is not getattr(torch.optim, kind.__name__):
@@ -58,6 +54,11 @@ def check_replicable(captured: ScriptState) -> None:
                 f"strategy='replica': parameters are on {min(devices)}, from which gradients can be copied without "
                 f"waiting only if it is a CUDA device: {other}"
             )
+        if away and captured.sharding:
+            raise UsageError(
+                f"strategy='replica': parameters are DTensors (FSDP2) on {away[0].device}, whose steps torch computes "
+                f"with other kernels than those of whole tensors, and nothing compares these with the agent's: {other}"
+            )
         if away and captured.scaled and any(group.get("fused") for group in optimizer.param_groups):
             raise UsageError(
                 f"strategy='replica': a scaler passes its scale to {kind.__qualname__}(fused=True) on "
@@ -71,7 +72,7 @@ class Replicable:
 
     Attributes:
         recipe: the instructions for the agent.
-        parameters: the parameters of the recipe's rows, in their order.
+        parameters: the parameters of the recipe's rows, in their order. Of a DTensor this rank's part is computed.
         sources: the state's tensors by position. Those that the agent computes are the same objects in every step.
     """
 
@@ -135,7 +136,8 @@ def _rows(
                 weight = numbers.get(_identity(parameter))
                 if weight is None:
                     continue
-                slots, whole, known = [("weight", weight)], {weight}, _plain(parameter)
+                part = local_part(parameter)
+                slots, whole, known = [("weight", weight)], {weight}, _plain(part)
                 for name, value in optimizer.state.get(parameter, {}).items():
                     if value is None:
                         continue
@@ -146,8 +148,9 @@ def _rows(
                     slots.append((name, number))
                     if value.numel() != 1:
                         whole.add(number)
-                        alike = value.shape == parameter.shape and value.device == parameter.device
-                        known = known and _plain(value) and alike
+                        its = local_part(value)
+                        alike = its.shape == part.shape and its.device == part.device
+                        known = known and _plain(its) and alike
                 big = sources[weight].nbytes >= _SMALL
                 yield Row(place, group, tuple(slots), known and big), whole, parameter
 
@@ -159,7 +162,8 @@ def _still(
     for model in models:
         for parameter in model.parameters():
             number = numbers.get(_identity(parameter))
-            if number is not None and number not in moved and sources[number].nbytes >= _SMALL and _plain(parameter):
+            still = number is not None and number not in moved and sources[number].nbytes >= _SMALL
+            if number is not None and still and _plain(local_part(parameter)):
                 yield number
 
 
@@ -176,6 +180,6 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 def _identity(tensor: torch.Tensor) -> Any:
     try:
-        return TorchSource(tensor).identity
+        return TorchSource(local_part(tensor)).identity
     except UnsupportedStateError:
         return None

@@ -21,8 +21,7 @@ With ``--agent`` an agent saves, for one process, and the trainer, the agent or 
 is killed, the next life continues from the agent's memory: at most the step in flight is lost. When only the agent is
 killed, training continues in the same life. ``replica`` needs an agent, and that memory is then the state that the
 agent computed from gradients. With ``--ranks 2`` or ``--fsdp`` each rank has an agent: steps that all agents received
-are in the store when the ranks are killed; when an agent is killed, the ranks get an error and end. ``replica`` does
-not support shards.
+are in the store when the ranks are killed; when an agent is killed, the ranks get an error and end.
 
 The forms take turns, some kills at a time. With ``--out`` the result of each turn is a line of JSON there; the same
 command again continues with the missing turns. ``--broken`` takes a checkpointer that is wrong on purpose.
@@ -123,11 +122,7 @@ def forms(options: argparse.Namespace) -> list[Job]:
         found += [Job(strategy, 2, by_agent=True) for strategy in agents]
     elif options.agent and (options.fsdp or options.ranks):
         ranks = (2,) if options.fsdp else options.ranks
-        found = [
-            Job(strategy, count, by_agent=True, sharded=options.fsdp)
-            for count in ranks
-            for strategy in (plain if options.fsdp else agents)
-        ]
+        found = [Job(strategy, count, by_agent=True, sharded=options.fsdp) for count in ranks for strategy in agents]
     elif options.agent:
         found = [Job(strategy, by_agent=True) for strategy in agents]
     elif options.fsdp:
@@ -160,8 +155,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if "replica" in (options.strategy or ()) and not (options.agent or options.every_form):
         parser.error("replica needs an agent: add --agent")
-    if "replica" in (options.strategy or ()) and options.fsdp:
-        parser.error("replica does not support shards: omit --fsdp")
     if options.compressed and options.fsdp:
         parser.error("TopKHook does not support shards: omit --fsdp")
     return options

@@ -24,6 +24,7 @@ ALL: Final = -1
 AGENT: Final = 1
 """The agent as a victim: with an agent there is one process, and so no rank 1."""
 _AGENTS: Final = -2
+_AGENTS_SCRIPT: Final = b"ckptstore/agent/startup.py"
 _BUSY: Final = "EADDRINUSE"
 
 Start = Callable[..., "Script | subprocess.Popen[bytes]"]
@@ -67,7 +68,7 @@ class Job:
 
     def command(self, store: Path, rank: int, port: int) -> list[str]:
         """The command line of one rank."""
-        words = [sys.executable, "-W", "ignore", "-m", "tools.kills.shim_kills.script", "--store", str(store)]
+        words = [sys.executable, "-W", "default", "-m", "tools.kills.shim_kills.script", "--store", str(store)]
         words += ["--strategy", self.strategy, "--ranks", str(self.ranks), "--rank", str(rank), "--port", str(port)]
         words += ["--agent"] * self.by_agent + ["--sharded"] * self.sharded + ["--compressed"] * self.compressed
         return words + (["--broken", self.broken] if self.broken else [])
@@ -112,6 +113,7 @@ class Life:
         resumed: the step where it began.
         digests: of the last state, by rank.
         errors: the errors of ranks that died without a kill.
+        notes: the files with what its ranks wrote to standard error: warnings, and the log of ckptstore.
         agents: the processes that saved, one after the other; with ranks those of rank 0.
         saving: the process that saves now, by rank.
         given: the highest step that the writer had accepted.
@@ -124,6 +126,7 @@ class Life:
     resumed: int | None = None
     digests: dict[int, str] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
+    notes: list[Path] = field(default_factory=list)
     agents: list[int] = field(default_factory=list)
     saving: dict[int, int] = field(default_factory=dict)
     given: int = 0
@@ -175,7 +178,8 @@ class _Living:
         self._strike: float | None = None
         port = _free_port() if job.ranks > 1 else 0
         folder.mkdir(parents=True, exist_ok=True)
-        self._notes = [folder / f"stderr-{rank}.txt" for rank in range(job.ranks)]
+        number = len(list(folder.glob("stderr-*-0.txt")))
+        self._notes = self._life.notes = [folder / f"stderr-{number}-{rank}.txt" for rank in range(job.ranks)]
         self._scripts: list[Script | subprocess.Popen[bytes]] = []
         for rank, notes in enumerate(self._notes):
             command = job.command(folder / "store", rank, port)
@@ -267,7 +271,7 @@ class _Living:
 def kill_agent(pid: int) -> bool:
     """SIGKILL of an agent -> whether it was alive. A process that has reused its pid is left alone."""
     with contextlib.suppress(OSError):
-        if pid > 1 and b"ckptstore.agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if pid > 1 and _AGENTS_SCRIPT in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
             return True
     return False

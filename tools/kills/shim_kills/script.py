@@ -1,17 +1,18 @@
 """The script of a training run with every supported part: one process, or one rank of several.
 
 It reports its progress on standard output, one line each: ``resumed STEP``, ``agent PID``, ``loss STEP BITS``, ``given
-STEP`` (the writer has accepted it), ``durable STEP``, ``end DIGEST``.
+STEP`` (the writer has accepted it), ``durable STEP``, ``end DIGEST``. Warnings and the log of ckptstore go to standard
+error, with the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import logging
 import os
 import random
 import signal
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -107,7 +108,7 @@ def models(asked: argparse.Namespace) -> tuple[Any, Any, Any]:
     """(the model, the wrapped model that is called, its moving average); with ranks, in their group."""
     import torch
 
-    hidden = 97 if asked.sharded else 96
+    hidden = 193 if asked.sharded else 96  # an agent does not compute shards of less than 16 KiB
     bare = torch.nn.Sequential(
         torch.nn.Linear(48, hidden), torch.nn.BatchNorm1d(hidden), torch.nn.Dropout(0.1), torch.nn.Linear(hidden, 48)
     )
@@ -151,7 +152,9 @@ def main() -> None:
     asked = parser.parse_args()
     signal.alarm(LONGEST + 20)  # even if the harness dies
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # print the stacks of a hanging process
-    warnings.simplefilter("ignore")
+    logging.basicConfig(format=f"%(asctime)s {os.getpid()} %(name)s %(levelname)s: %(message)s")
+    logging.captureWarnings(capture=True)
+    logging.getLogger("ckptstore").setLevel(logging.DEBUG)
     if asked.broken is not None:
         BROKEN[asked.broken]()
     train(asked)

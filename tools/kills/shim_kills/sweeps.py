@@ -22,6 +22,9 @@ __all__ = ["Sweeper", "Tally"]
 
 _SOON: Final = (0.01, 0.1)
 """Delays of a kill after a loss in seconds: during a step and its save, or some steps later."""
+_QUOTED_LIVES: Final = 2
+_QUOTED: Final = 3000
+"""Most characters of each file that a violation quotes."""
 
 
 @dataclass(slots=True)
@@ -66,7 +69,8 @@ class Sweeper:
         """Kill a run `kills` times, and further runs; `tally` counts.
 
         Raises:
-            Violation: a promise is broken; its last words name the folder of the evidence.
+            Violation: a promise is broken. It quotes what the last lives and their agents have said, and its last words
+                name the folder of the evidence.
         """
         reference = self._reference(job)
         draw = random.Random(f"{seed} {job}")
@@ -77,7 +81,7 @@ class Sweeper:
                 try:
                     run.through(kills)
                 except Violation as error:
-                    raise Violation(f"{error}{self._keep(run, seed)}") from error
+                    raise Violation(f"{error}{run.said()}{self._keep(run, seed)}") from error
                 finally:
                     tally.seconds = time.monotonic() - began
                     run.close()
@@ -101,9 +105,11 @@ class Sweeper:
         self._evidence.mkdir(parents=True, exist_ok=True)
         kept = Path(tempfile.mkdtemp(prefix="run-", dir=self._evidence))
         shutil.copytree(run.folder, kept / "run", symlinks=True)
+        for log in Path(os.environ["CKPTSTORE_RUNTIME_DIR"]).glob("*.log"):
+            shutil.copy(log, kept)
         story = {"seed": seed, "job": str(run.job), "lives": run.story}
         (kept / "story.json").write_text(json.dumps(story, indent=1, default=str) + "\n")
-        return f" (evidence: {kept})"
+        return f"\n(evidence: {kept})"
 
 
 class _Run:
@@ -146,6 +152,13 @@ class _Run:
                     raise Violation(f"{self._about()}: the last state differs ({life.digests})")
                 self._tally.ends += 1
                 return
+
+    def said(self) -> str:
+        """What the last lives have written to standard error, and their agents to their logs."""
+        notes = [note for story in self.story[-_QUOTED_LIVES:] for note in story["life"]["notes"]]
+        logs = sorted(Path(os.environ["CKPTSTORE_RUNTIME_DIR"]).glob("*.log"))
+        texts = {path: path.read_text(errors="replace").strip()[-_QUOTED:] for path in (*notes, *logs)}
+        return "".join(f"\n-- {path.name}:\n{text}" for path, text in texts.items() if text)
 
     def close(self) -> None:
         """End the agents of an aborted run."""
