@@ -16,7 +16,7 @@ from ckptstore.backends import memory
 from ckptstore.formats import kernel_choice
 from ckptstore.log.log_reader import Patience
 from tests import division, durations, syncs, warmth
-from tests.forms import LONG, short_or
+from tests.forms import short_or
 from tests.warm_agents import start_warm
 from tools.objects.server import Server, serving
 from tools.warm import Warm
@@ -169,23 +169,6 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again at once what failed in the log. Otherwise a slot that keeps failing takes four seconds."""
     monkeypatch.setattr(Patience, "pause", lambda _self, _done: None)
-
-
-@pytest.fixture
-def numpy_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run kernels in numpy in the processes that a test starts, so that both forms are in use in a run of all tests."""
-    kernel_choice.kind()  # fixes the choice of this process first
-    monkeypatch.setenv(kernel_choice.VARIABLE, "numpy")
-
-
-@pytest.fixture(scope="module")
-def numpy_elsewhere_in_ci() -> Iterator[None]:
-    """`numpy_elsewhere` for a file in CI; in the long form the processes that its tests start run compiled kernels."""
-    kernel_choice.kind()
-    with pytest.MonkeyPatch.context() as patch:
-        if not LONG:
-            patch.setenv(kernel_choice.VARIABLE, "numpy")
-        yield
 
 
 @pytest.fixture

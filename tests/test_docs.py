@@ -28,8 +28,6 @@ import ckptstore
 from ckptstore.cli.main import COMMANDS, cli
 from tests import transcripts, warmth
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))

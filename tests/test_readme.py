@@ -13,8 +13,6 @@ import pytest
 import ckptstore
 from tests import warmth
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 

@@ -11,6 +11,6 @@ from tests.agent.lives import own_runtime
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> Iterator[Path]:
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with own_runtime(tmp_path / "runtime", monkeypatch) as folder:
         yield folder

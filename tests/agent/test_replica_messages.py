@@ -123,7 +123,7 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, numpy_elsewhere: None) -> Iterator[Trainer]:
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
     made = Trainer(tmp_path / "store")
     yield made
     made.memory.close()

@@ -21,8 +21,6 @@ from tests import warmth
 from tests.backends.test_fsspec_files import Linkless, LocalFileSystem
 from tests.forms import short_or
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 _WRITER = """
 import sys, time
 import ckptstore

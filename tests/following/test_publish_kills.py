@@ -25,7 +25,7 @@ from tests.following.test_publishing import Place, images, model, publisher, rea
 from tests.forms import short_or
 from tools.objects.server import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_elsewhere_in_ci")]
+pytestmark = pytest.mark.slow
 
 COMMAND = [sys.executable, "-c", "from ckptstore.cli.main import main; main()", "publish"]
 OPTIONS: dict[str, Any] = {"full_every": 2, "keep": 1, "sha256": True}

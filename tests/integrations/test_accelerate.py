@@ -33,7 +33,7 @@ from tests.integrations.accelerate_job import CASES, EPOCHS, Samples, StoppedErr
 from tools.warm import MODULES, Warm
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread", "numpy_elsewhere_in_ci"),
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # of torchdata
     # Loading a sample draws nothing in the workers of these jobs.
     pytest.mark.filterwarnings("ignore:the random generators of the loader's:ckptstore.DeterminismWarning"),

@@ -29,7 +29,7 @@ from tools.bench.training.adapters import CASES, QUANTIZED, Job, eager, main, ru
 from tools.warm import MODULES, Warm  # noqa: E402
 
 pytestmark = [
-    pytest.mark.usefixtures("numpy_elsewhere_in_ci", "one_thread", "as_written"),
+    pytest.mark.usefixtures("one_thread", "as_written"),
     # The libraries use what torch has deprecated. Ours stay errors.
     pytest.mark.filterwarnings("ignore", "error::ckptstore.DeterminismWarning"),
 ]

@@ -34,7 +34,6 @@ from tests.integrations.dcp_job import same  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
 pytestmark = [
-    pytest.mark.usefixtures("numpy_elsewhere_in_ci"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 

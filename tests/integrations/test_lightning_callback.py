@@ -34,7 +34,6 @@ from tests.integrations.lightning_job import CASES, Net, Stop, fit, trainer_of
 from tools.warm import MODULES, Warm
 
 pytestmark = [
-    pytest.mark.usefixtures("numpy_elsewhere_in_ci"),
     # Lightning itself uses what torch has deprecated, and gives advice. Ours stay errors.
     pytest.mark.filterwarnings(
         "ignore", "error::ckptstore.DeterminismWarning", "error::ckptstore.UnexplainedStepWarning"

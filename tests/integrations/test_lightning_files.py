@@ -28,7 +28,6 @@ from tests.store.states import same
 from tools.warm import MODULES, Warm
 
 pytestmark = [
-    pytest.mark.usefixtures("numpy_elsewhere_in_ci"),
     pytest.mark.filterwarnings("ignore", "error::ckptstore.BranchWarning"),
 ]
 

@@ -24,7 +24,6 @@ from ckptstore.integrations.lightning import CkptstoreIO
 from tests.integrations.lightning_job import Net, lines_of, trainer_of
 
 pytestmark = [
-    pytest.mark.usefixtures("numpy_elsewhere_in_ci"),
     pytest.mark.filterwarnings("ignore", "error::ckptstore.BranchWarning"),
 ]
 

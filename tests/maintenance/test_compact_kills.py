@@ -19,8 +19,6 @@ from tests.forms import short_or
 from tests.maintenance.test_compaction import check, save
 from tests.maintenance.test_prune_kills import every_kill, killed_at
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))
 KEPT = [4, 8, 9, 10, 11, 14]
 

@@ -18,8 +18,6 @@ from tests import warmth
 from tests.forms import LONG, short_or
 from tests.maintenance.test_pruning import CHAIN, RULES, check, promised, save
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 STEPS = range(1, 16)
 
 

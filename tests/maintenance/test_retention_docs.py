@@ -12,8 +12,6 @@ import pytest
 
 from tests import warmth
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 PAGE = Path(__file__).parents[2] / "docs/retention.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 

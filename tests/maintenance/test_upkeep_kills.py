@@ -22,8 +22,6 @@ from tests.maintenance.stores import broken, flip, grown, states
 from tests.maintenance.test_prune_kills import killed_at, passed
 from tools.objects.server import Server
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -11,8 +11,6 @@ import pytest
 from tests.forms import short_or
 from tools.frozen import installing, interleaving
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 

@@ -12,7 +12,7 @@ from tools.kills.agent_kills import MODES, Campaign, Truth, campaign
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> None:
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
 
 

@@ -34,8 +34,6 @@ from tools.bench.storage.rounds import CASES
 from tools.bench.training import version_turns
 from tools.crash.media import obstacle
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 TINY = ("--size", "4MB", "--rounds", "1", "--no-settle")
 """The options of `save_load`. A gigabyte of memory that is touched before each measurement is only for real
 measurements."""

@@ -26,8 +26,6 @@ from tools.demo.killing import POINTS_IN_COMMIT, Kill, plan_kills
 from tools.demo.output import OutputFolder
 from tools.demo.supervisor import Attempt, DemoError, Strike, strikes
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 TINY = DemoConfig(
     steps=16,
     kills=2,

@@ -25,9 +25,7 @@ SHAPE = Shape(width=32, layers=1, batch=1, context=8)
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in CHECKPOINTERS if not name.startswith(("none", "fulls"))])
-def test_a_checkpointer_restores_the_trained_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None, name: str
-) -> None:
+def test_a_checkpointer_restores_the_trained_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
     start_warm(monkeypatch)
     trainer, ledger = Trainer(SHAPE), Ledger()

@@ -9,8 +9,6 @@ import pytest
 from tests.forms import short_or
 from tools.kills import follow_kills
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 
 @pytest.mark.slow
 def test_followers_that_are_killed_end_with_the_bits_of_the_run(tmp_path: Path) -> None:

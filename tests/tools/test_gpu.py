@@ -145,7 +145,7 @@ def checked(way: str, place: Path, device: str) -> dict[str, Any]:
     "way",
     [pytest.param(way, marks=() if way in IN_CI else long_only) for way in ways.WAYS if not way.startswith("none")],
 )
-def test_every_way_on_the_cpu(tmp_path: Path, way: str, numpy_elsewhere: None) -> None:
+def test_every_way_on_the_cpu(tmp_path: Path, way: str) -> None:
     try:
         found = checked(way, tmp_path, "cpu")
     except AbsentError as error:
@@ -165,7 +165,7 @@ def test_every_way_on_the_cpu(tmp_path: Path, way: str, numpy_elsewhere: None) -
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("way", "seed"), in_turn(("full", "topk", "replica"), (0, 5)) + MORE)
-def test_ways_on_a_simulated_device(tmp_path: Path, way: str, seed: int, numpy_elsewhere: None) -> None:
+def test_ways_on_a_simulated_device(tmp_path: Path, way: str, seed: int) -> None:
     with simulated(seed) as machine:
         found = checked(way, tmp_path, "cuda")
         assert not machine.hazards
@@ -175,9 +175,7 @@ def test_ways_on_a_simulated_device(tmp_path: Path, way: str, seed: int, numpy_e
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.filterwarnings("ignore")
-def test_a_replica_on_a_device_of_unknown_arithmetic_is_absent_with_the_reason(
-    tmp_path: Path, numpy_elsewhere: None
-) -> None:
+def test_a_replica_on_a_device_of_unknown_arithmetic_is_absent_with_the_reason(tmp_path: Path) -> None:
     with simulated(roundings=UNKNOWN), pytest.raises(AbsentError, match=r"on cuda:0 rounds .* numbers of a probe"):
         case.measured("replica", case.Load("cuda", 64, 1, 1, 8), PLAN, tmp_path)
 

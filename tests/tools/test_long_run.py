@@ -15,8 +15,6 @@ from tools.long_run.promised import Rules, Saved, digest, promised
 from tools.long_run.supervising import check, supervise
 from tools.objects.server import Server, serving
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 RULES = Rules(last=5, every=40, best=2)
 
 

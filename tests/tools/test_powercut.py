@@ -36,7 +36,6 @@ from tools.crash.scenario import Violation, check, create, live, state_of
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning"),
-    pytest.mark.usefixtures("numpy_elsewhere_in_ci"),
 ]
 
 

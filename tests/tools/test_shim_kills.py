@@ -25,9 +25,6 @@ from tools.warm import Warm
 STRATEGIES = ("full", "delta", "gradient")
 
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
-
 @pytest.fixture(scope="module")
 def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder for the files of broken promises."""

@@ -23,7 +23,6 @@ from tools.crash.torture_actors import ACTORS, sample_faults, train
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning"),
-    pytest.mark.usefixtures("numpy_elsewhere_in_ci"),
 ]
 
 

@@ -160,7 +160,7 @@ def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings(
     "ignore::ckptstore.DeterminismWarning"
 )  # of several threads; the warnings are checked above
-def test_ranks_that_save_together_and_are_others_each_time(tmp_path: Path, numpy_elsewhere: None) -> None:
+def test_ranks_that_save_together_and_are_others_each_time(tmp_path: Path) -> None:
     """2 ranks, then 4, then 2: the epoch continues, and the next one is whole."""
     data = list(range(48))
 

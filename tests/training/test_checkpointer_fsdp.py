@@ -22,8 +22,6 @@ from tests.forms import long_only  # noqa: E402
 from tests.training import fsdp_job  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 
 def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, ...] = ()) -> None:
     """Run a job to its end; raises an error with the ranks' output. `expected`: exit statuses."""

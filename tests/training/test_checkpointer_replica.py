@@ -40,7 +40,7 @@ from tools.warm import Warm  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> None:
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
     start_warm(monkeypatch)
 

@@ -45,7 +45,7 @@ WARM = 4
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None, warm_agents: None) -> None:
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_agents: None) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
 
 

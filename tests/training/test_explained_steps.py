@@ -22,7 +22,7 @@ EXPLAINED = 34.0
 WIDTH = 192
 pytestmark = [
     pytest.mark.filterwarnings("error::ckptstore.UnexplainedStepWarning"),
-    pytest.mark.usefixtures("numpy_elsewhere", "warm_agents"),
+    pytest.mark.usefixtures("warm_agents"),
 ]
 
 

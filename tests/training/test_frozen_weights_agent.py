@@ -15,7 +15,7 @@ from tests.warm_agents import start_warm  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None, one_thread: None) -> None:
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
     start_warm(monkeypatch)
 

@@ -10,8 +10,6 @@ import pytest
 
 from tests import warmth
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 pytest.importorskip("torch")
 
 PAGE = Path(__file__).parents[2] / "docs/writer.md"

@@ -386,7 +386,7 @@ def test_attributes_that_change_in_every_step_cost_no_plan(tmp_path: Path, monke
         assert run.made == 2
 
 
-@pytest.mark.usefixtures("numpy_elsewhere", "warm_agents")
+@pytest.mark.usefixtures("warm_agents")
 @pytest.mark.parametrize("strategy", ["full", "gradient"])
 def test_saves_by_an_agent_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
@@ -458,7 +458,7 @@ def test_a_diff_of_a_planned_step_is_as_small_as_one_that_is_not(
         assert with_plan <= without * 1.02 + 64
 
 
-@pytest.mark.usefixtures("numpy_elsewhere", "warm_agents")
+@pytest.mark.usefixtures("warm_agents")
 @pytest.mark.parametrize("agent", [False, True])
 def test_compressed_gradients_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))

@@ -33,7 +33,7 @@ from tools.warm import Warm  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> Iterator[Path]:
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with own_runtime(tmp_path / "runtime", monkeypatch) as folder:
         yield folder
 

@@ -20,7 +20,7 @@ from tests.training.polls import poll_often  # noqa: E402 - as above
 
 
 @pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch, warm_agents: None, numpy_elsewhere: None) -> None:
+def short_waits(monkeypatch: pytest.MonkeyPatch, warm_agents: None) -> None:
     """A writer looks for new rules every 0.1 s, not every 5 s, and the deleting thread pauses for a tenth as long."""
     poll_often(monkeypatch)
     for name, value in {"_SHARE": 4, "_SHARE_IDLE": 20, "_PAUSE_IDLE": 0.1}.items():

@@ -30,7 +30,7 @@ DENSITY = 0.01
 
 
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> Any:
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     with own_runtime(tmp_path / "runtime", monkeypatch) as folder:
         start_warm(monkeypatch)
         yield folder

@@ -170,7 +170,7 @@ def edited(job: Job, _: int) -> None:
         kept["exp_avg_sq"].mul_(0.9)
 
 
-@pytest.mark.usefixtures("numpy_elsewhere", "warm_agents")
+@pytest.mark.usefixtures("warm_agents")
 @pytest.mark.parametrize("agent", [False, True], ids=["local", "agent"])
 @pytest.mark.parametrize("change", [replaced, one_replaced, edited])
 def test_moments_beside_the_optimizer_of_a_checkpointer(

@@ -17,8 +17,6 @@ from tests import warmth
 from tests.store.states import same
 from tests.write.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 BATCH, LAST = 10, 25
 CHILD = """
 import os, signal, sys, time

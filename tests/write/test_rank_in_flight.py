@@ -27,8 +27,6 @@ from tests import warmth
 from tests.forms import short_or
 from tests.write.rank_threads import as_ranks
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 IN_FLIGHT = 2
 BATCH = 3
 HOW: dict[str, dict[str, Any]] = {

@@ -16,8 +16,6 @@ import pytest
 import ckptstore
 from tests import warmth
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.tensor")
 

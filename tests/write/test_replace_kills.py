@@ -12,8 +12,6 @@ from ckptstore.host.crash_points import CRASH_POINTS
 from tests import warmth
 from tests.forms import short_or
 
-pytestmark = pytest.mark.usefixtures("numpy_elsewhere_in_ci")
-
 POINTS = [name for name in CRASH_POINTS if name.split(".")[0] in ("save", "commit", "create", "open")]
 CHILD = """
 import sys
