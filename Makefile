@@ -7,7 +7,7 @@ SIZE ?= 500MB
 ROUNDS ?= 5
 COUNT ?= 10000
 
-.PHONY: docs pages hooks matrix demo test test-rest test-long test-moto check lint types layers golden frozen conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
+.PHONY: docs pages hooks matrix demo test test-rest test-long test-moto test-torchtitan check lint types layers golden frozen conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz sanitize wheels torture clean
 
 .venv/.installed: pyproject.toml constraints.txt setup.py
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -62,6 +62,12 @@ test-long: .venv/.ready  ## all tests, those whose form in CI is a short one in 
 # Each pair downloads a torch, of which the CUDA builds that pip finds take gigabytes, and is deleted when it was tested.
 matrix: .venv/.ready  ## each Python of pyproject.toml with the oldest and newest torch (PYTHONS="3.11" TORCHES="oldest" TESTS="...")
 	$(BIN)/python -m tools.matrix $(foreach one,$(PYTHONS),--python $(one)) $(foreach one,$(TORCHES),--torch $(one)) $(TESTS)
+
+# Of its dependencies only these are imported; wandb and datasets would take hundreds of megabytes.
+test-torchtitan: .venv/.ready  ## torchtitan's own checkpoint manager, killed and resumed with a store
+	$(BIN)/pip install -q --no-deps --upgrade --target .cache/torchtitan \
+	  torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0 typeguard==4.6.1
+	PYTHONPATH=.cache/torchtitan $(BIN)/python -m pytest tests/integrations/test_torchtitan.py
 
 test-moto: .venv/.ready  ## the backends' conformance suite on moto, a second opinion on S3
 	$(PIP) install -c constraints.txt -e '.[test-moto]'
@@ -164,6 +170,13 @@ frozen: .venv/.ready  ## the version that froze format 1 and this one, in turns 
 
 conformance: .venv/.ready  ## the conformance set against an executable (READER="...")
 	$(BIN)/python -m tools.conformance $(READER)
+
+sanitize: .venv/.ready  ## the compiled kernels and the decoders on them under ASan and UBSan: hostile tests, then fuzzing for SECONDS
+	$(BIN)/python -m tools.sanitize --seconds $(SECONDS)
+
+wheels: .venv/.ready  ## build/wheels: the source distribution, and wheels for glibc and musl, x86-64 and ARM
+	$(PIP) install -c constraints.txt -e '.[wheels]'
+	$(BIN)/python native/wheels.py
 
 fuzz: .venv/.ready  ## every decoder against mutated input for SECONDS
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[fuzz]' || \

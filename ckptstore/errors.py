@@ -297,7 +297,16 @@ class UnmadeStateError(FailedRankError):
 
 
 class RankMismatchError(RankError):
-    """The ranks' parts do not form one state: tensors, shapes or steps differ, or there are gaps or overlaps."""
+    """The ranks' parts do not form one state: tensors, shapes or steps differ, or there are gaps or overlaps.
+
+    Attributes:
+        agree_anew: the tensors of only some ranks have changed since the ranks agreed who writes what. They agree again
+            at the next save.
+    """
+
+    def __init__(self, text: str, *, agree_anew: bool = False) -> None:
+        super().__init__(text)
+        self.agree_anew = agree_anew
 
 
 class DivergedReplicasError(RankError):

@@ -275,8 +275,8 @@ FUNCTION(rotate_left)
     NONE;
 }
 
-/* Whether the planes of a list have as many items as `words`, and together at most its item size. */
-static const char *planes_of(const struct call *call, const struct array *words, struct plane *planes)
+/* Returns why the planes of a list are not those of `words`, or of its low bytes, or NULL. */
+static const char *planes_of(const struct call *call, const struct array *words, int all, struct plane *planes)
 {
     size_t bytes = 0;
     for (size_t i = call->list_begin; i < call->list_end; i++) {
@@ -288,14 +288,14 @@ static const char *planes_of(const struct call *call, const struct array *words,
         planes[i - call->list_begin] = (struct plane){plane->at, plane->item};
         bytes += plane->item;
     }
-    return bytes > words->item || !bytes ? "the planes have another size than the words" : NULL;
+    return bytes > words->item || !bytes || (all && bytes < words->item) ? "the planes have another size than the words" : NULL;
 }
 
 FUNCTION(split)
 {
     BEGIN("rL")
     struct plane planes[MOST];
-    const char *wrong = planes_of(&call, &a[0], planes);
+    const char *wrong = planes_of(&call, &a[0], 1, planes);
     NEED(wrong == NULL, wrong)
     for (size_t i = call.list_begin; i < call.list_end; i++)
         for (size_t k = i + 1; k < call.list_end; k++)
@@ -310,7 +310,7 @@ FUNCTION(combine)
     struct plane planes[MOST];
     struct array *base = &a[call.array_count - 2], *out = &a[call.array_count - 1];
     int how = (int)call.ints[0];
-    const char *wrong = planes_of(&call, out, planes);
+    const char *wrong = planes_of(&call, out, 0, planes);
     NEED(wrong == NULL, wrong)
     NEED(call.ints[0] >= PUT && call.ints[0] <= XOR, "an unknown operation")
     if (how == ADD || how == XOR) {
@@ -689,7 +689,8 @@ FUNCTION(stream)
     BEGIN("rw")
     NEED(a[0].bytes == a[1].bytes, SIZES)
     NEED(apart(&a[0], &a[1]), OVERLAP)
-    RUN(a[0].bytes, stream_copy(a[1].at, a[0].at, a[0].bytes));
+    if (a[0].bytes)
+        RUN(a[0].bytes, stream_copy(a[1].at, a[0].at, a[0].bytes));
     NONE;
 }
 
@@ -707,6 +708,8 @@ FUNCTION(moves)
     RUN(bytes, for (size_t i = 0; i < a[2].count; i++) {
         char *target = (char *)(uintptr_t)to[i];
         const char *source = (const char *)(uintptr_t)at[i];
+        if (!lengths[i])
+            continue; /* its addresses may be null */
         if (lengths[i] < call.ints[0])
             memcpy(target, source, (size_t)lengths[i]);
         else

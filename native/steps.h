@@ -7,12 +7,18 @@
 
 static void NAME(fma_scalar)(const f32 *a, float b, const f32 *c, f32 *out, size_t count)
 {
-    EACH for (size_t i = 0; i < count; i++) out[i] = FUSED(a[i], b, c[i]);
+    EACH for (size_t i = 0; i < count; i++) {
+        float sum = FUSED(a[i], b, c[i]);
+        out[i] = SETTLED(sum);
+    }
 }
 
 static void NAME(fma_array)(const f32 *a, const f32 *b, const f32 *c, f32 *out, size_t count)
 {
-    EACH for (size_t i = 0; i < count; i++) out[i] = FUSED(a[i], b[i], c[i]);
+    EACH for (size_t i = 0; i < count; i++) {
+        float sum = FUSED(a[i], b[i], c[i]);
+        out[i] = SETTLED(sum);
+    }
 }
 
 INLINE void NAME(moments_of)(int variant, int near, f32 *restrict first, f32 *restrict second,

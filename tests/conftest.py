@@ -173,7 +173,7 @@ def haste(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def numpy_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run kernels in numpy in the processes that a test starts: importing numba takes a second in each."""
+    """Run kernels in numpy in the processes that a test starts, so that both forms are in use in a run of all tests."""
     kernel_choice.kind()  # fixes the choice of this process first
     monkeypatch.setenv(kernel_choice.VARIABLE, "numpy")
 

@@ -33,6 +33,7 @@ REST: Final = (
     "tests/maintenance/test_upkeep_kills.py",
     "tests/tiers/test_sync.py",
     "tests/write/test_diff_kills.py",
+    "tests/write/test_replace_kills.py",
     # Jobs of many processes: real ranks, agents and trainers. Other tests check their protocols with threads as ranks.
     "tests/agent/test_handover.py",
     "tests/agent/test_rank_agents.py",
@@ -42,6 +43,7 @@ REST: Final = (
     "tests/training/test_checkpointer_replica.py",
     "tests/training/test_replica_ranks.py",
     "tests/training/test_device_replica.py",
+    "tests/training/test_frozen_weights_agent.py",
     "tests/training/test_sparse_replica.py",
     "tests/write/test_diff_training.py",
     "tests/write/test_rank_in_flight.py",

@@ -50,7 +50,11 @@ NOT_RUN = {
     ("object-stores.md", 1): "a host of somebody's; tests/backends/test_fsspec_files.py opens such file systems",
     ("tiers.md", 0): "a bucket of somebody's; tests/tiers/test_tiers.py has such stores on a server here",
     ("tuning.md", 1): "tests/tuning/test_interval_controller.py runs it, and looks at what it prints",
-    ("writer.md", 3): "tests/training/test_layerwise_docs.py runs it, and looks at what it prints",
+    (
+        "writer.md",
+        3,
+    ): "an excerpt of a shim's rank; tests/write/test_replace.py calls `forgo`, the shim of DCP likewise",
+    ("writer.md", 5): "tests/training/test_layerwise_docs.py runs it, and looks at what it prints",
     ("persistent-memory.md", 0): "a mounted /mnt/pmem0; tests/backends/test_pmem.py opens such URLs in folders",
 }
 """(page, number of the block) -> why it does not run."""
@@ -106,7 +110,7 @@ with ckptstore.open("runs/a").writer() as writer:
     ("tuning.md", 0): "seconds, nbytes = 2000.0, 8_700_000_000",
     ("writer.md", 0): TRAINING + "state = state()",
     ("writer.md", 1): TRAINING + "state = state()",
-    ("writer.md", 2): TRAINING,
+    ("writer.md", 4): TRAINING,
 }
 """(page, number of the block) -> code that the page assumes before that block."""
 
@@ -256,6 +260,8 @@ NOT_RUN_LINES = {
     "bisect": "needs a script, or values that go bad once; tests/cli/test_bisect.py",
     "import runs/gpt": "steps that are above this store's newest; tests/cli/test_import.py",
     "tune wasted-time --from": "needs diffs in the store; tests/cli/test_tune.py",
+    "restore runs/net --layout lightning": "a run of Lightning; tests/integrations/test_lightning_files.py",
+    "import runs/net": "a file of Lightning's; tests/integrations/test_lightning_files.py",
     "restore runs/gpt --layout hf": "needs a Trainer's configuration; tests/integrations/test_huggingface.py",
     "doctor": "measures for seconds; tests/doctor",
     "analyze runs/gpt": "a report takes seconds; tests/analysis/test_analysis_report.py",

@@ -144,7 +144,7 @@ def run(pair: Pair, tests: Sequence[str], keep: bool) -> Result:
         brought = pinned(_call([str(python), "-m", "pip", "freeze"]))
         constraints = folder / "constraints.txt"
         constraints.write_text(without((ROOT / "constraints.txt").read_text(), brought))
-        _call([*pip, "-c", str(constraints), "-e", f"{ROOT}[torch,fast,test]"])
+        _call([*pip, "-c", str(constraints), "-e", f"{ROOT}[torch,test]"])
         ask = "import platform, torch; print(f'Python {platform.python_version()}, torch {torch.__version__}')"
         installed = _call([str(python), "-c", ask]).strip()
         command = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *tests]

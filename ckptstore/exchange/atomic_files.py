@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import uuid
 from collections.abc import Iterator
@@ -28,7 +29,17 @@ from ckptstore.host.buffers import BLOCK_BYTES, Staging
 from ckptstore.host.threads import workers
 from ckptstore.segments.block_stream import BlockStream
 
-__all__ = ["OutputFile", "Outputs", "outputs", "refuse_inside_store", "refuse_missing_folder", "refuse_store"]
+__all__ = [
+    "OutputFile",
+    "OutputFolder",
+    "Outputs",
+    "output_folder",
+    "outputs",
+    "refuse_inside_store",
+    "refuse_missing_folder",
+    "refuse_store",
+    "write_plain",
+]
 
 _THREADS: Final = 2
 _FORMAT_MARK: Final = b'"ckptstore":"format"'
@@ -218,6 +229,60 @@ def outputs(overwrite: bool) -> Iterator[Outputs]:
             raise StorageError(error.errno, error.strerror, error.filename) from error
         finally:
             files.discard()
+
+
+class OutputFolder:
+    """A new folder that is written under a temporary name. Made by `output_folder`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.absolute().with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+    def empty(self) -> Path:
+        """Make the temporary folder, without what an earlier attempt left in it."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir()
+        return self.temporary
+
+    def publish(self) -> None:
+        """Give the folder its name. The contents of its files are durable before."""
+        # Prevents: a folder whose files are missing after a power cut.
+        for folder, _, _ in os.walk(self.temporary, topdown=False):
+            _sync(Path(folder))
+        self.temporary.rename(self.path)
+        _sync(self.path.absolute().parent)
+
+
+@contextmanager
+def output_folder(path: Path) -> Iterator[OutputFolder]:
+    """A ``with`` block for a folder to write and `OutputFolder.publish`. At its end, the temporary folder is removed.
+
+    Raises:
+        UsageError: `path` exists or is in a store, or its folder does not exist.
+        StorageError: the medium failed.
+    """
+    if os.path.lexists(path):
+        raise UsageError(f"{path} exists: it is written as a new folder")
+    refuse_store(path)
+    refuse_missing_folder(path)
+    folder = OutputFolder(path)
+    try:
+        yield folder
+    except OSError as error:
+        if isinstance(error, CkptError):
+            raise
+        inside = error.filename is None or str(error.filename).startswith(str(folder.temporary))
+        raise StorageError(error.errno, error.strerror, str(path) if inside else error.filename) from error
+    finally:
+        shutil.rmtree(folder.temporary, ignore_errors=True)
+
+
+def write_plain(path: Path, data: bytes) -> None:
+    """Write a new small file durably. Raises `OSError`."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _exists(path: Path) -> UsageError:

@@ -29,8 +29,10 @@ from typing import Any, Final
 
 from ckptstore.errors import FormatError, StorageError, UnsupportedStateError, UsageError
 from ckptstore.exchange.dcp_folders import DCP_METADATA, is_dcp_folder, open_dcp_folder
+from ckptstore.exchange.rank_folders import is_rank_folder, open_rank_folder
 from ckptstore.exchange.safetensors_files import FileTensor
 from ckptstore.exchange.weight_files import OpenedFile, flattened, index_shards, load_file, open_file
+from ckptstore.frameworks.inert_pickles import KeyChoice
 
 __all__ = ["FolderContents", "is_companion", "open_checkpoint", "survey"]
 
@@ -184,8 +186,10 @@ def _refusal_reason(entry: Path) -> str:
         return "torch.distributed.checkpoint wrote it: import this folder by itself"
     if _MEGATRON.fullmatch(entry.name) or (_MEGATRON_STEP.fullmatch(entry.name) and _has_ranks(entry)):
         return f"Megatron-LM wrote it, a part for each rank; {_MEGATRON_TOOL}"
+    if is_rank_folder(entry):
+        return "it is a checkpoint by itself: import this folder"
     if _DEEPSPEED.fullmatch(entry.name):
-        return f"DeepSpeed wrote it, a part for each rank; for its weights: {_deepspeed_command(entry.parent)}"
+        return f"DeepSpeed wrote it, a part for each rank; {_deepspeed_commands(entry)}"
     return _FOLDER
 
 
@@ -201,9 +205,10 @@ def _refuse_foreign(folder: Path, names: set[str]) -> None:
             "rank; save it again with collectives"
         )
     if any(fnmatchcase(name, glob) for name in names for glob in _DEEPSPEED_FILES):
-        what = f"{folder} was written by DeepSpeed, a part for each rank; import the weights made by this command"
-        raise UsageError(f"{what}: {_deepspeed_command(folder.parent)}")
+        raise UsageError(f"{folder} was written by DeepSpeed, a part for each rank; {_deepspeed_commands(folder)}")
     step = next((name for name in sorted(names) if _MEGATRON_STEP.fullmatch(name) and _has_ranks(folder / name)), "")
+    if step and is_rank_folder(folder / step):
+        raise UsageError(f"{folder} holds checkpoints of Megatron-LM: import them: {folder}/iter_*")
     if step or any(_MEGATRON.fullmatch(name) and (folder / name).is_dir() for name in names):
         where = f"{folder / step}" if step else f"{folder}"
         raise UsageError(f"{where} was written by Megatron-LM, a part for each rank; {_MEGATRON_TOOL}")
@@ -222,8 +227,8 @@ def refuse_part(path: Path) -> None:
     for glob in (one for one in _DEEPSPEED_FILES if fnmatchcase(path.name, one)):
         ranks = [name for name in beside if fnmatchcase(name, glob)]
         if len(ranks) > 1:
-            what = f"{path} is one of {len(ranks)} parts that DeepSpeed wrote; import the weights made by this command"
-            raise UsageError(f"{what}: {_deepspeed_command(path.parent.parent)}")
+            what = f"{path} is one of {len(ranks)} parts that DeepSpeed wrote"
+            raise UsageError(f"{what}; {_deepspeed_commands(path.parent)}")
     if _MEGATRON.fullmatch(path.parent.name):
         ranks = [one.name for one in path.parent.parent.iterdir() if _MEGATRON.fullmatch(one.name)]
         if len(ranks) > 1:
@@ -231,24 +236,32 @@ def refuse_part(path: Path) -> None:
 
 
 _MEGATRON_TOOL: Final = (
-    "merge the parts with its tools/checkpoint/convert.py (--target-tensor-parallel-size 1 "
-    "--target-pipeline-parallel-size 1), and import the weights, which are then in mp_rank_00"
+    "let Megatron-LM write it as torch_dist (its options --ckpt-convert-format torch_dist --ckpt-convert-save DIR), "
+    "which is imported with the optimizer; or merge the weights with its tools/checkpoint/convert.py "
+    "(--target-tensor-parallel-size 1 --target-pipeline-parallel-size 1), and import the folder iter_*"
 )
 
 
-def _deepspeed_command(folder: Path) -> str:
-    return f"python {folder}/zero_to_fp32.py {folder} {folder.name}-fp32 --safe_serialization"
+def _deepspeed_commands(step: Path) -> str:
+    """How to convert the folder of a step."""
+    above, universal = step.parent, step.with_name(f"{step.name}_universal")
+    return (
+        f"with its optimizer, import {universal}, which this makes: python -m deepspeed.checkpoint.ds_to_universal "
+        f"--input_folder {step} --output_folder {universal}; the weights alone are made by: "
+        f"python {above}/zero_to_fp32.py {above} {above.name}-fp32 --safe_serialization"
+    )
 
 
 # opening
 
 
-def open_checkpoint(path: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
+def open_checkpoint(path: Path, leave_out: Sequence[str] = (), choice: KeyChoice | None = None) -> OpenedFile:
     """Open a checkpoint file, or a whole folder as one state.
 
     Args:
         path: a file for `weight_files.open_file`, or a folder.
         leave_out: globs of names in a folder to leave out.
+        choice: parts of torch files that are left out or taken as values.
 
     Raises:
         UnsupportedStateError: files in the folder cannot be taken and are not left out. The message names all of them.
@@ -259,19 +272,22 @@ def open_checkpoint(path: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
         raise UsageError(f"{path} does not exist")
     if not path.is_dir():
         refuse_part(path)
-        return open_file(path)
+        return open_file(path, choice)
     if is_dcp_folder(path):
-        return open_dcp_folder(path, leave_out)
+        return open_dcp_folder(path, leave_out, choice)
+    if is_rank_folder(path):
+        return open_rank_folder(path, leave_out, choice)
     found = survey(path, leave_out)
     opened = ExitStack()
     try:
-        state = _state(found, opened) if found.whole else None
+        state = _state(found, opened, choice) if found.whole else None
         if found.refused:
             raise _refusal(path, found.refused)
         if state is None:
             opened.close()
-            return _weights_alone(found)
-        return OpenedFile(path, flattened(path, state), found.files, opened, tuple(found.left_out))
+            return _weights_alone(found, choice)
+        left_out = (*found.left_out, *(choice.left_out if choice else ()))
+        return OpenedFile(path, flattened(path, state), found.files, opened, left_out)
     except BaseException as error:
         opened.close()
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, StorageError):
@@ -279,9 +295,9 @@ def open_checkpoint(path: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
         raise
 
 
-def _weights_alone(found: FolderContents) -> OpenedFile:
-    opened = open_file(found.weights)
-    opened.left_out = (*found.left_out, *(file.name for file in found.others))
+def _weights_alone(found: FolderContents, choice: KeyChoice | None) -> OpenedFile:
+    opened = open_file(found.weights, choice)
+    opened.left_out = (*found.left_out, *opened.left_out, *(file.name for file in found.others))
     return opened
 
 
@@ -292,25 +308,25 @@ def _refusal(folder: Path, refused: Mapping[str, str]) -> UnsupportedStateError:
     return error
 
 
-def _state(found: FolderContents, opened: ExitStack) -> dict[str, Any]:
+def _state(found: FolderContents, opened: ExitStack, choice: KeyChoice | None) -> dict[str, Any]:
     """The state of the folder. Files that need pickled code are added to `found.refused`."""
-    state: dict[str, Any] = {"model": _part(found, found.weights, opened)}
-    state |= {key: _part(found, file, opened) for key, file in found.parts.items()}
+
+    def part(key: str, file: Path) -> Any:
+        try:
+            return load_file(file, opened, (choice or KeyChoice()).below(key), nested=True)
+        except UnsupportedStateError as error:
+            found.refused[file.name] = str(error).removeprefix(f"{file}: ")
+            return None
+
+    state: dict[str, Any] = {"model": part("model", found.weights)}
+    state |= {key: part(key, file) for key, file in found.parts.items()}
     if found.rng:
-        state["rng"] = {rank: _part(found, file, opened) for rank, file in sorted(found.rng.items())}
+        state["rng"] = {rank: part(f"rng.{rank}", file) for rank, file in sorted(found.rng.items())}
     if found.trainer_state is not None:
         state["trainer_state"] = _json(found.trainer_state)
     if found.others:
         state["files"] = dict(_raw(found.others, opened))
     return state
-
-
-def _part(found: FolderContents, file: Path, opened: ExitStack) -> Any:
-    try:
-        return load_file(file, opened, nested=True)
-    except UnsupportedStateError as error:
-        found.refused[file.name] = str(error).removeprefix(f"{file}: ")
-        return None
 
 
 def _json(file: Path) -> Any:

@@ -13,16 +13,19 @@ from typing import Any, Final
 from ckptstore.errors import FormatError, MissingDependencyError, UnsupportedStateError, UsageError
 from ckptstore.exchange.dcp_metadata import DcpMetadata, read_dcp_metadata
 from ckptstore.exchange.safetensors_files import TensorInFiles
-from ckptstore.exchange.weight_files import OpenedFile, flattened
+from ckptstore.exchange.weight_files import OpenedFile, flattened, load_file
 from ckptstore.formats import dtypes
 from ckptstore.formats.segment_files.boxes import Box, gap, overlapping
 from ckptstore.formats.states.state import Origin
 from ckptstore.frameworks.dcp_items import DcpItem, DcpTensor
+from ckptstore.frameworks.inert_pickles import KeyChoice
 from ckptstore.host.buffers import Bytes
 
 __all__ = ["DCP_METADATA", "is_dcp_folder", "open_dcp_folder"]
 
 DCP_METADATA: Final = ".metadata"
+_COMPANIONS: Final = ("meta.pt", "common.pt")
+"""Files of torch.save that Lightning and Megatron-LM write beside the files of DCP."""
 _MOST_HOLES: Final = 1 << 16
 """Elements of a list that may be missing, as where a rank saved a part of it."""
 
@@ -89,11 +92,12 @@ def is_dcp_folder(folder: Path) -> bool:
     return (folder / DCP_METADATA).is_file() and not (folder / "FORMAT").exists()
 
 
-def open_dcp_folder(folder: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
-    """Open a folder that ``dcp.save`` wrote.
+def open_dcp_folder(folder: Path, leave_out: Sequence[str] = (), choice: KeyChoice | None = None) -> OpenedFile:
+    """Open a folder that ``dcp.save`` wrote, also one of Lightning or Megatron-LM, which add a file of torch.save.
 
     Args:
-        leave_out: globs of DCP's names (``optimizer.state.*``).
+        leave_out: globs of DCP's names (``optimizer.state.*``), and of files beside those of DCP.
+        choice: globs of DCP's names, too, and of keys in the other file.
 
     Raises:
         UnsupportedStateError: values would need pickled code and are not left out. The message names them.
@@ -108,8 +112,9 @@ def open_dcp_folder(folder: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
             f"{folder} was written by torch.distributed.checkpoint; reading it needs: pip install 'ckptstore[torch]'"
         ) from error
     said = read_dcp_metadata(folder / DCP_METADATA)
-    names = [*said.tensors, *said.values]
-    left_out = [name for name in names if any(fnmatchcase(name, glob) for glob in leave_out)]
+    names = said.names
+    globs = [*leave_out, *(choice.leave_out if choice else ())]
+    left_out = [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
     kept = [name for name in names if name not in set(left_out)]
     if not kept:
         raise UsageError(f"{folder}: nothing is left to import")
@@ -126,10 +131,30 @@ def open_dcp_folder(folder: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
             refused[name] = str(error)
     if refused:
         raise _refusal(folder, refused)
+    files = [folder / name for name in dict.fromkeys(_files(said, kept))]
+    state = _nested(found, said)
+    for file in sorted(folder.iterdir()):
+        if file in files or file.suffix == ".distcp":
+            continue
+        if file.name in _COMPANIONS and not any(fnmatchcase(file.name, glob) for glob in globs):
+            state = _joined(state, file, choice)
+            files.append(file)
+        else:
+            left_out.append(file.name)
+    left_out += choice.left_out if choice else []
     opened = ExitStack()
     opened.callback(_newest.clear)
-    files = tuple(folder / name for name in dict.fromkeys(_files(said, kept)))
-    return OpenedFile(folder, flattened(folder, _nested(found, said)), files, opened, tuple(left_out))
+    return OpenedFile(folder, flattened(folder, state), tuple(files), opened, tuple(left_out))
+
+
+def _joined(state: Any, file: Path, choice: KeyChoice | None) -> Any:
+    """The state with the members of a file beside DCP's."""
+    more = load_file(file, ExitStack(), choice, nested=True)
+    if not isinstance(more, dict) or not isinstance(state, dict):
+        raise FormatError(f"{file}: is no dict, as belongs beside a folder of DCP")
+    if twice := [key for key in more if key in state]:
+        raise FormatError(f"{file}: the key {twice[0]!r:.80} is also in the folder's .metadata")
+    return state | more
 
 
 def _files(said: DcpMetadata, kept: Sequence[str]) -> list[str]:

@@ -32,6 +32,9 @@ _RECORDS: Final = {
             "TensorStorageMetadata",
         }
     ),
+    # Megatron-LM adds plans to the description. They are not needed.
+    "torch.distributed.checkpoint.planner": frozenset({"SavePlan", "TensorWriteData", "WriteItem"}),
+    "megatron.core.dist_checkpointing.strategies.torch": frozenset({"MCoreMetadata", "MCoreSavePlan"}),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
 }
 
@@ -41,10 +44,12 @@ class DcpMetadata:
     """What a folder holds.
 
     Attributes:
-        tensors, values: by DCP's names.
+        names: DCP's names, in the order of the description.
+        tensors, values: by these names.
         paths: name -> its keys in the nested state; empty for a name that has no path.
     """
 
+    names: tuple[str, ...]
     tensors: Mapping[str, DcpTensor]
     values: Mapping[str, DcpItem]
     paths: Mapping[str, tuple[str | int, ...]]
@@ -101,6 +106,7 @@ _CALLS: Final[dict[tuple[str, str], Callable[..., Any]]] = {
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): _ignored,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _ignored,
+    ("torch.distributed.checkpoint.planner", "WriteItemType"): _ignored,
     ("collections", "OrderedDict"): OrderedDict,
     **{
         (module, name): _ignored
@@ -169,7 +175,12 @@ def _checked(found: Any) -> DcpMetadata:
         else:
             tensors[name] = _tensor(name, said, items)
     paths = found.fields.get("planner_data")
-    return DcpMetadata(tensors, values, {} if paths is None else {name: _path(one) for name, one in paths.items()})
+    return DcpMetadata(
+        tuple(found.fields["state_dict_metadata"]),
+        tensors,
+        values,
+        {} if paths is None else {name: _path(one) for name, one in paths.items()},
+    )
 
 
 def _expect(value: Any, kind: str) -> None:

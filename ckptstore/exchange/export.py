@@ -56,6 +56,7 @@ __all__ = [
     "file_metadata",
     "is_export",
     "shards",
+    "with_references",
     "write_export",
 ]
 
@@ -452,16 +453,26 @@ def _write_safetensors(
 
 
 def _write_pt(file: OutputFile, content: _Content) -> list[str]:
+    state, arrays = with_references(content.tree, content.entries)
+    return arrays + write_archive(file, state, content.chunks)
+
+
+def with_references(tree: Any, entries: Mapping[str, TensorEntry]) -> tuple[Any, list[str]]:
+    """A state as `write_archive` takes it, and the names of its numpy arrays, which become tensors.
+
+    Args:
+        tree: the tree of the state.
+        entries: its tensors.
+    """
     arrays: list[str] = []
 
     def reference(name: str, origin: Literal["torch", "numpy"]) -> TensorReference:
         if origin == "numpy":
             arrays.append(name)
-        entry = content.entries[name]
+        entry = entries[name]
         return TensorReference(name, entry.dtype, tuple(entry.shape), entry.nbytes)
 
-    state = unflatten(content.tree, reference, _REVIVE, lambda _kind, value, _name: PlainParts(value))
-    return arrays + write_archive(file, state, content.chunks)
+    return unflatten(tree, reference, _REVIVE, lambda _kind, value, _name: PlainParts(value)), arrays
 
 
 def _dtype(name: str) -> TorchObject:

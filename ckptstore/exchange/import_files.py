@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Final, Literal
 from ckptstore.errors import CheckpointNotFoundError, CkptError, StepOrderError, StoreNotFoundError, UsageError
 from ckptstore.exchange.checkpoint_folders import open_checkpoint, survey
 from ckptstore.exchange.dcp_folders import DCP_METADATA, is_dcp_folder
+from ckptstore.exchange.rank_folders import is_rank_folder
 from ckptstore.formats.history.checkpoint_ref import step_number
+from ckptstore.frameworks.inert_pickles import KeyChoice
 from ckptstore.host.progress import Progress, phase
 from ckptstore.log.checkpoint_info import look_up
 from ckptstore.write.writer_opening import open_writer
@@ -41,7 +43,7 @@ class ImportedFile:
         path: the file or folder.
         nbytes: length of the imported files in bytes (shards and the files of a folder: all together).
         info: the checkpoint.
-        left_out: names in the folder that are not in the checkpoint.
+        left_out: names in the folder, and keys in files, that are not in the checkpoint.
     """
 
     path: Path
@@ -81,6 +83,7 @@ def import_files(
     *,
     parent: str | None = "latest",
     leave_out: Sequence[str] = (),
+    keys: KeyChoice | None = None,
     deltas: DeltaOptions | None = None,
     progress: Progress | None = None,
 ) -> list[ImportedFile]:
@@ -90,12 +93,12 @@ def import_files(
 
     Args:
         journal: the store. It is created if it does not exist.
-        files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders that have one of these, which are
-            imported whole (`checkpoint_folders`).
+        files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders (`checkpoint_folders`).
         step: the step of a single file. ``"auto"`` takes it from each name (`step_of`). A single file without a step in
             its name gets the step after the parent's.
         parent: the REF that the new term continues from; None: no parent.
         leave_out: globs of names in a folder to leave out, for files that cannot be imported.
+        keys: parts of torch files that are left out or taken as values.
         deltas: store a series as deltas; None: every file becomes a full.
         progress: called with (bytes done, bytes in all).
 
@@ -113,7 +116,7 @@ def import_files(
     paths = [Path(file) for file in files]
     base = _parent(journal, parent)
     steps = _steps([(path, _named(path, leave_out)) for path in paths], step, base)
-    total = _checked_nbytes([path for _, path in steps], leave_out, progress)
+    total = _checked_nbytes(steps, leave_out, keys, progress)
     before = 0  # bytes of the files imported so far
 
     def advance(done: int, _: int) -> None:
@@ -124,7 +127,7 @@ def import_files(
     try:
         with open_writer(journal, base, WriterOptions(poll_seconds=None, deltas=deltas)) as writer:
             for number, path in steps:
-                with open_checkpoint(path, leave_out) as opened:
+                with open_checkpoint(path, leave_out, _fresh(keys)) as opened:
                     info = writer.save(opened.flat, number, progress=advance)
                     before += opened.nbytes
                     imported.append(ImportedFile(opened.path, opened.file_bytes, info, opened.left_out))
@@ -135,14 +138,21 @@ def import_files(
     return imported
 
 
-def _checked_nbytes(paths: Sequence[Path], leave_out: Sequence[str], progress: Progress | None) -> int:
+def _checked_nbytes(
+    steps: Sequence[tuple[int, Path]], leave_out: Sequence[str], keys: KeyChoice | None, progress: Progress | None
+) -> int:
     """Open each file once, to check it. Returns the bytes of all tensors."""
     total = 0
-    for number, path in enumerate(paths):
-        phase(progress, "checking", number, len(paths), "files")
-        with open_checkpoint(path, leave_out) as opened:
+    for number, (_, path) in enumerate(steps):
+        phase(progress, "checking", number, len(steps), "files")
+        with open_checkpoint(path, leave_out, _fresh(keys)) as opened:
             total += opened.nbytes
     return total
+
+
+def _fresh(keys: KeyChoice | None) -> KeyChoice | None:
+    """The choice for one file: it notes what is left out there."""
+    return KeyChoice(keys.leave_out, keys.objects) if keys else None
 
 
 def _named(path: Path, leave_out: Sequence[str]) -> Path:
@@ -151,6 +161,8 @@ def _named(path: Path, leave_out: Sequence[str]) -> Path:
         raise UsageError(f"{path} does not exist")
     if path.is_dir() and is_dcp_folder(path):
         return path / DCP_METADATA
+    if path.is_dir() and is_rank_folder(path):
+        return path
     return survey(path, leave_out).weights if path.is_dir() else path
 
 

@@ -1,33 +1,34 @@
-"""Write a checkpoint as the folder that Hugging Face's `from_pretrained` and Trainer read.
+"""Write a checkpoint in the form that a framework reads: Hugging Face's `from_pretrained` and Trainer, Lightning.
 
 ====================  ============================================================================================
 ``hf``                the weights, the configuration and the tokenizer
 ``hf-trainer``        these, and what the Trainer continues from: ``optimizer.pt``, ``scheduler.pt``, ``scaler.pt``,
                       ``rng_state.pth`` (of several ranks ``rng_state_0.pth`` ...), ``trainer_state.json``
+``lightning``         one file, a ``.ckpt``: see `lightning_files`
 ====================  ============================================================================================
 
-Two kinds of states have all of this: those of `ckptstore.integrations.huggingface`, in ``extra.trainer``, and imported
-folders of the Trainer (`checkpoint_folders`). Nothing is unpickled: files in the state are written byte by byte.
+Two kinds of states have what Hugging Face's two need: those of `ckptstore.integrations.huggingface`, in
+``extra.trainer``, and imported folders of the Trainer (`checkpoint_folders`). Nothing is unpickled: files in the state
+are written byte by byte.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from ckptstore.errors import FormatError, StorageError, UsageError
-from ckptstore.exchange.atomic_files import outputs, refuse_missing_folder, refuse_store
+from ckptstore.errors import FormatError, UsageError
+from ckptstore.exchange.atomic_files import output_folder, outputs, write_plain
 from ckptstore.exchange.export import ExportResult, PrefixSelection, write_export
+from ckptstore.exchange.lightning_files import export_lightning
 from ckptstore.exchange.torch_archive import TensorReference, write_archive
 from ckptstore.formats import dtypes
+from ckptstore.formats.states.dcp_member import ABOUT
 from ckptstore.formats.states.rank_trees import rank_count
 from ckptstore.formats.states.state import unflatten
 from ckptstore.formats.states.tree import member, only_tensors
@@ -39,16 +40,40 @@ if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
     from ckptstore.restore.restore_source import RestoreSource
 
-__all__ = ["LAYOUTS", "Layout", "export_layout", "model_files"]
+__all__ = ["LAYOUTS", "Layout", "ModelOptions", "export_layout", "model_files"]
 
-Layout = Literal["hf", "hf-trainer"]
-LAYOUTS: Final[tuple[Layout, ...]] = ("hf", "hf-trainer")
+Layout = Literal["hf", "hf-trainer", "lightning"]
+LAYOUTS: Final[tuple[Layout, ...]] = ("hf", "hf-trainer", "lightning")
 
 _OWN: Final = "extra.trainer"
 """Where the callback for the Trainer keeps its record (`ckptstore.integrations.trainer_record`)."""
 _OF_TRAINER: Final = frozenset({"training_args.bin"})
 """Files that only a Trainer reads."""
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf")
 _PARTS: Final = ("optimizer", "scheduler", "scaler")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What the layout ``hf`` is told of the model.
+
+    Attributes:
+        prefix: the names of its tensors begin with this; None: ``model.``.
+        config: a folder with ``config.json`` and the tokenizer; None: the checkpoint has them.
+    """
+
+    prefix: str | None = None
+    config: str | Path | None = None
+
+
+def _files_of(folder: str | Path) -> dict[str, Any]:
+    """The files of a model's folder without its weights: name -> bytes. Raises `UsageError`, `OSError`."""
+    found = Path(folder)
+    if not (found / "config.json").is_file():
+        raise UsageError(f"{folder}: is no folder of a model: it has no config.json")
+    files = sorted(one for one in found.iterdir() if one.is_file() and not one.name.startswith("."))
+    kept = [one for one in files if one.suffix not in _WEIGHTS and not one.name.endswith(".index.json")]
+    return {one.name: np.frombuffer(one.read_bytes(), np.uint8) for one in kept if one.name not in _OF_TRAINER}
 
 
 def export_layout(
@@ -58,6 +83,7 @@ def export_layout(
     layout: Layout,
     max_shard_bytes: int | None = None,
     progress: Progress | None = None,
+    model: ModelOptions = ModelOptions(),
 ) -> ExportResult:
     """Write a checkpoint into a new folder, verifying every byte that is read.
 
@@ -66,10 +92,11 @@ def export_layout(
     Args:
         journal: the journal of the store.
         ref: the checkpoint.
-        out: the folder. It must not exist.
+        out: the folder (with ``lightning`` the file). It must not exist.
         layout: what is written.
         max_shard_bytes: start another file of weights before one exceeds this size.
         progress: called with the number of the weights' bytes written.
+        model: what the layout ``hf`` is told.
 
     Raises:
         UsageError: `out` exists or is inside a store; or the state has no configuration, several models, or (with
@@ -77,48 +104,24 @@ def export_layout(
         StorageError: the output cannot be written. Nothing is left behind.
         CheckpointNotFoundError, CorruptionError: as `export`.
     """
+    if layout == "lightning":
+        if max_shard_bytes is not None:
+            raise UsageError("--layout lightning writes one file: --max-shard-size does not go with it")
+        return export_lightning(journal, ref, out, progress)
     out = Path(out)
-    if os.path.lexists(out):
-        raise UsageError(f"{out} exists: a layout is written into a new folder")
-    refuse_store(out)
-    refuse_missing_folder(out)
-    temporary = out.absolute().with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.tmp")
+    with output_folder(out) as folder:
 
-    def written(found: RestoreSource) -> ExportResult:
-        contents = _Contents(found, layout)
-        shutil.rmtree(temporary, ignore_errors=True)  # of an encoding that was damaged
-        temporary.mkdir()
-        weights, which = temporary / "model.safetensors", PrefixSelection("model.")
-        result = write_export(found, weights, "safetensors", which, False, max_shard_bytes, progress)
-        contents.write(temporary)
-        return result
+        def written(found: RestoreSource) -> ExportResult:
+            contents = _Contents(found, layout, model)
+            weights, which = folder.empty() / "model.safetensors", PrefixSelection(contents.prefix)
+            result = write_export(found, weights, "safetensors", which, False, max_shard_bytes, progress)
+            contents.write(folder.temporary)
+            return result
 
-    try:
         result = restore_with(journal, ref, written)
-        _publish(temporary, out)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(error.errno, error.strerror, error.filename) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        folder.publish()
     index = None if result.index is None else out / result.index.name
     return replace(result, paths=tuple(out / path.name for path in result.paths), index=index)
-
-
-def _publish(temporary: Path, out: Path) -> None:
-    # Prevents: a folder whose files are missing after a power cut.
-    _sync(temporary)
-    temporary.rename(out)
-    _sync(out.absolute().parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def model_files(found: RestoreSource) -> dict[str, bytes]:
@@ -127,7 +130,7 @@ def model_files(found: RestoreSource) -> dict[str, bytes]:
     Raises `FormatError`: a name is no name of a file.
     """
     try:
-        files = _Contents(found, "hf").files
+        files = _Contents(found, "hf", ModelOptions()).files
     except UsageError:  # no Trainer saved it, and no folder of one was imported
         return {}
     return files
@@ -136,26 +139,42 @@ def model_files(found: RestoreSource) -> dict[str, bytes]:
 class _Contents:
     """What a layout takes from a checkpoint, besides the weights."""
 
-    def __init__(self, found: RestoreSource, layout: Layout) -> None:
+    def __init__(self, found: RestoreSource, layout: Layout, told: ModelOptions) -> None:
         """Check that the checkpoint has it. Raises `UsageError`."""
+        self.prefix = told.prefix or "model."
         self._found = found
         self._chunks = streams(found)
         self._whole = layout == "hf-trainer"
         self._tree = found.tree
         self._own = member(self._tree, _OWN) is not None
-        model = member(self._tree, "model")
-        if model is None or not only_tensors(model):
-            raise UsageError(f"checkpoint {found.ref}: its state has no single model; --layout {layout} needs one")
+        self._check_model(layout)
         files = self._values(self._tree, f"{_OWN}.files" if self._own else "files") or {}
+        if told.config is not None:
+            files = _files_of(told.config)
         if "config.json" not in files:
             raise UsageError(
                 f"checkpoint {found.ref} holds no config.json, which --layout {layout} needs: it was not saved by "
-                "ckptstore.integrations.huggingface or imported from a Trainer's folder. Leave --layout out to write "
-                "the weights alone"
+                "ckptstore.integrations.huggingface or imported from a Trainer's folder. With --layout hf pass "
+                "--config FOLDER of the model it came from, or leave --layout out to write the weights alone"
             )
         self._files: Mapping[str, Any] = files
         if self._whole and self._state() is None:
             raise UsageError(f"checkpoint {found.ref} holds no state of a Trainer: --layout hf writes the model alone")
+
+    def _check_model(self, layout: Layout) -> None:
+        """Raise `UsageError` unless the tensors with the prefix are a model."""
+        ref, part = self._found.ref, member(self._tree, self.prefix.removesuffix("."))
+        about = member(self._tree, ABOUT)  # of a save through DCP, whose state is flat
+        names = [name for name in self._found.tensors if name.startswith(self.prefix)]
+        if not (only_tensors(part) if about is None else names):
+            what = "single model" if self.prefix == "model." else f"model at {self.prefix!r}"
+            raise UsageError(f"checkpoint {ref}: its state has no {what}; --layout {layout} needs one")
+        pieces = member(about, "pieces") or {}
+        if about is not None and (cut := [name for name in pieces if name.startswith(self.prefix)]):
+            raise UsageError(
+                f"checkpoint {ref}: {cut[0]} is stored in pieces that are not one box of each rank: `ckpt restore "
+                "--format dcp`, load it and save it again"
+            )
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -171,7 +190,7 @@ class _Contents:
     def write(self, folder: Path) -> None:
         """Write it. Raises `StorageError`."""
         for name, data in self.files.items():
-            _plain(folder / name, data)
+            write_plain(folder / name, data)
         if not self._whole:
             return
         for part in _PARTS:
@@ -180,7 +199,7 @@ class _Contents:
         for name, state in self._generators():
             self._archive(folder / name, state)
         # Last, because the Trainer takes a folder with this file for a checkpoint.
-        _plain(folder / "trainer_state.json", (json.dumps(self._state(), indent=2) + "\n").encode())
+        write_plain(folder / "trainer_state.json", (json.dumps(self._state(), indent=2) + "\n").encode())
 
     def _state(self) -> Any:
         """The parsed ``trainer_state.json``; None: there is none."""
@@ -243,10 +262,3 @@ class _Contents:
         with outputs(overwrite=False) as files:
             write_archive(files.create(path, 1 << 16), state, chunks)
             files.publish()
-
-
-def _plain(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

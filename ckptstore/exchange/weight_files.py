@@ -38,6 +38,7 @@ from ckptstore.formats.states.state import (
     unflatten,
 )
 from ckptstore.frameworks import bridge
+from ckptstore.frameworks.inert_pickles import KeyChoice
 
 __all__ = [
     "CHECKPOINT_MEMBER",
@@ -71,7 +72,7 @@ class OpenedFile:
         flat: the state.
         files: the files that the state was taken from.
         opened: closes the files.
-        left_out: names in a folder that were left out.
+        left_out: names in a folder, and keys in files, that were left out.
     """
 
     path: Path
@@ -104,8 +105,12 @@ def exported_ref(metadata: Mapping[str, str]) -> str | None:
     return metadata.get(CHECKPOINT_MEMBER, metadata.get(_FORMER_CHECKPOINT_MEMBER))
 
 
-def open_file(path: Path) -> OpenedFile:
+def open_file(path: Path, choice: KeyChoice | None = None) -> OpenedFile:
     """Open a checkpoint file. The format is detected from the contents, except that an index is named ``.json``.
+
+    Args:
+        path: the file.
+        choice: parts of a torch file that are left out or taken as values.
 
     Raises:
         FormatError: the file has none of the formats, or is damaged.
@@ -115,7 +120,7 @@ def open_file(path: Path) -> OpenedFile:
     """
     opened = ExitStack()
     try:
-        state = load_file(path, opened)
+        state = load_file(path, opened, choice)
         flat = state if isinstance(state, FlatState) else flattened(path, state)
     except BaseException as error:
         opened.close()
@@ -123,15 +128,16 @@ def open_file(path: Path) -> OpenedFile:
             raise StorageError(error.errno, error.strerror, str(path)) from error
         raise
     shards = [path.parent / shard for shard in index_shards(path)] if path.suffix == ".json" else []
-    return OpenedFile(path, flat, (path, *shards), opened)
+    return OpenedFile(path, flat, (path, *shards), opened, tuple(choice.left_out) if choice else ())
 
 
-def load_file(path: Path, opened: ExitStack, *, nested: bool = False) -> Any:
+def load_file(path: Path, opened: ExitStack, choice: KeyChoice | None = None, *, nested: bool = False) -> Any:
     """Load the state of one file or index, for `flattened`. For an exported file: a `FlatState`, unless `nested`.
 
     Args:
         path: the file.
         opened: keeps the files open that the state reads from.
+        choice: parts of a torch file that are left out or taken as values; files of other forms have no such parts.
         nested: the state will be a part of a larger state.
 
     Raises:
@@ -143,7 +149,7 @@ def load_file(path: Path, opened: ExitStack, *, nested: bool = False) -> Any:
     if path.suffix == ".json":
         return _load_index(path, opened, nested)
     if is_torch(path):
-        return _load_torch(path)
+        return _load_torch(path, choice)
     return _exported_state(path, *read_safetensors(path, opened), nested)
 
 
@@ -173,14 +179,14 @@ def is_torch(path: Path) -> bool:
     return head[:2] == b"PK" or (head[:1] == b"\x80" and head[8:9] != b"{")
 
 
-def _load_torch(path: Path) -> Any:
+def _load_torch(path: Path, choice: KeyChoice | None = None) -> Any:
     try:
         from ckptstore.frameworks.torch_files import load
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"{path} is a torch file; reading it needs: pip install 'ckptstore[torch]'"
         ) from error
-    return load(path)
+    return load(path, choice)
 
 
 def _exported_state(path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], nested: bool) -> Any:

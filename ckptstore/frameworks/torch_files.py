@@ -19,9 +19,11 @@ from typing import Any, Final
 
 import torch
 
-from ckptstore.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError
+from ckptstore.errors import CkptError, CorruptionError, FormatError, StorageError, UnsupportedStateError
+from ckptstore.frameworks.inert_pickles import KeyChoice
 from ckptstore.frameworks.pickled_arrays import ALLOWED, global_name
 from ckptstore.frameworks.pickled_objects import ALLOWED_OBJECTS, DefaultDicts
+from ckptstore.frameworks.torch_keyed_files import load_keys
 
 __all__ = ["load", "load_as_saved", "load_image"]
 
@@ -50,19 +52,51 @@ def _allowing(dicts: DefaultDicts) -> Iterator[None]:
         theirs.__enter__()
 
 
-def load(path: Path) -> Any:
+def load(path: Path, choice: KeyChoice | None = None) -> Any:
     """Load the object in a ``.pt`` file. Its tensors are on the CPU and, for a zip archive, mapped from the file.
 
-    numpy arrays of numbers become `PickledArray`. All other objects must be allowed by torch or `pickled_objects`.
+    numpy arrays of numbers become `PickledArray`. All other objects must be allowed by torch or `pickled_objects`, or
+    be of the kinds that `torch_keyed_files` makes.
+
+    Args:
+        path: the file.
+        choice: parts that are left out or taken as values; None: no part is.
 
     Raises:
-        UnsupportedStateError: loading would run pickled code, or the file is a TorchScript archive.
+        UnsupportedStateError: loading would run pickled code (it names the keys, except in the older form of files), or
+            the file is a TorchScript archive, or `choice` was given for a file of the older form.
         CorruptionError: the checksum of a record of the archive is wrong.
         FormatError: the file is not a torch file, or damaged.
         StorageError: the file cannot be read.
     """
+    archived = zipfile.is_zipfile(path)
+    if choice and not archived:
+        raise UnsupportedStateError(
+            f"{path}: is of torch.save's older form (before torch 1.6), whose parts cannot be told apart: load it "
+            "and save it again"
+        )
+    if choice:
+        with _errors_of(path):
+            _refuse_script(path)
+            _check_sums(path)
+            return load_keys(path, choice)
     dicts = DefaultDicts()
-    return dicts.restored(_load(path, "cpu", mmap=True, allowing=_allowing(dicts)))
+    try:
+        return dicts.restored(_load(path, "cpu", mmap=True, allowing=_allowing(dicts)))
+    except (UnsupportedStateError, FormatError) as error:
+        if not archived or not isinstance(error.__cause__, pickle.UnpicklingError):
+            raise
+        return _load_by_key(path, error, None, choice)
+
+
+def _load_by_key(path: Path | str, refusal: CkptError, image: bytes | None, choice: KeyChoice | None = None) -> Any:
+    """Load what torch's unpickler refuses, if nothing in it needs code; else raise an error that names the keys."""
+    try:
+        return load_keys(path, KeyChoice() if choice is None else choice, image)
+    except UnsupportedStateError as error:
+        raise error from refusal.__cause__
+    except (FormatError, OSError, zipfile.BadZipFile):
+        raise refusal from None
 
 
 def load_as_saved(path: Path, *, map_location: Any, mmap: bool) -> Any:
@@ -96,6 +130,15 @@ def load_image(where: str, image: bytes) -> Any:
     Raises:
         as `load`, but for `StorageError`.
     """
+    try:
+        return _load_image(where, image)
+    except (UnsupportedStateError, FormatError) as error:
+        if not isinstance(error.__cause__, pickle.UnpicklingError) or not zipfile.is_zipfile(io.BytesIO(image)):
+            raise
+        return _load_by_key(where, error, image)
+
+
+def _load_image(where: str, image: bytes) -> Any:
     dicts = DefaultDicts()
     with _errors_of(where), _loading, warnings.catch_warnings(), _allowing(dicts):
         warnings.simplefilter("ignore")

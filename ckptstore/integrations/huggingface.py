@@ -94,6 +94,8 @@ class CkptstoreCallback(TrainerCallback):
             raise UsageError(f"{name!r}: the callback passes it to the Checkpointer itself")
         if options.get("agent") or strategy == "replica":
             raise UsageError("agent=True and strategy='replica' are not supported with the Trainer: leave them out")
+        if options.get("only") is not None:
+            raise UsageError("only: the Trainer resumes from a folder with the whole model: leave it out")
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise UsageError(f"every: {every!r}; a number of steps, or None")
         self.checkpointer: Checkpointer | None = None

@@ -17,7 +17,6 @@ from ckptstore.integrations.lightning_batches import TrainBatches
 from ckptstore.integrations.lightning_trainer_state import TrainerState
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store import Store
-from ckptstore.training import rng
 from ckptstore.training.checkpointer import Checkpointer
 from ckptstore.training.loaders.counted_batches import CountedBatches
 from ckptstore.training.save_pace import SavePolicy
@@ -83,7 +82,7 @@ class StepCheckpoint(pl.Callback):
         self._trainer_state: TrainerState | None = None
         self._out_of_time = False  # the deadline came
         self._seen = 0  # the trainer's steps that were offered to the checkpointer, or restored
-        self._generators: dict[str, Any] | None = None
+        self._begun = True  # the first batch was asked for
         self._release: Callable[[], None] | None = None
 
     def latest(self) -> CheckpointInfo | None:
@@ -204,14 +203,14 @@ class StepCheckpoint(pl.Callback):
         )
         checkpointer.resume(self._resume)
         self._seen = trainer.global_step
-        self._generators = rng.global_states()  # hooks that run before the first batch may draw
+        self._begun = False
         return TrainBatches(_loader_of(checkpointer), lambda: self._before_batch(trainer))
 
     def _before_batch(self, trainer: pl.Trainer) -> None:
-        generators, self._generators = self._generators, None
-        if generators is not None and self._trainer_state is not None:
+        begun, self._begun = self._begun, True
+        if not begun and self._trainer_state is not None and self.checkpointer is not None:
             self._trainer_state.begin()
-            rng.restore(generators)
+            self.checkpointer.restore_generators()  # hooks that run before the first batch may have drawn
         self._offer(trainer)
 
     def _offer(self, trainer: pl.Trainer) -> None:
@@ -227,7 +226,7 @@ class StepCheckpoint(pl.Callback):
             trainer.should_stop = self._out_of_time = True
 
     def _leave(self) -> None:
-        self.checkpointer, self._trainer_state, self._generators, self._out_of_time = None, None, None, False
+        self.checkpointer, self._trainer_state, self._begun, self._out_of_time = None, None, True, False
         release, self._release = self._release, None
         if release is not None:
             release()

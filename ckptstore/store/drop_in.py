@@ -42,6 +42,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     step: int | None = None,
+    replace: bool = False,
     keep: int | Sequence[str] | None = None,
     tags: str | Sequence[str] = (),
     metadata: Mapping[str, Any] | None = None,
@@ -58,6 +59,8 @@ def save(
         obj: tensors, numbers, texts, lists, dicts of these ..., such as a ``state_dict()``; no objects with code.
         path: a folder or URL of a store, or a local file.
         step: the number of the checkpoint; above the newest one. None: the next.
+        replace: `step` may be that of the newest checkpoint, which is then replaced as `Writer.save` does. A file is
+            always replaced.
         keep: how many of the newest checkpoints stay, or retention rules as in `Store.writer`. Those with a tag always
             stay. None: two in a store that this call creates; another store keeps its rules.
         tags, metadata: as for `Writer.save`.
@@ -71,7 +74,7 @@ def save(
             names its key path. Nothing was written.
         UsageError: `path` is an open file, or holds something else; an option is not for a file; or another process
             saves to this store.
-        StepOrderError: `step` is not above the newest one.
+        StepOrderError: `step` is not above the newest one (with `replace`: is below it).
         ReadOnlyError, StorageError: the medium cannot be written. What was saved before is there.
         FencedError: another process has begun to save to this store. The next call takes over again.
 
@@ -88,7 +91,7 @@ def save(
     rules = _rules(keep)
     store = _opened(path, storage_options)
     try:
-        info = _writer(store, rules).save(obj, step, tags=tags, metadata=metadata)
+        info = _writer(store, rules).save(obj, step, tags=tags, metadata=metadata, replace=replace)
     except FencedError as error:
         error.add_note(f"another process saves to {store.url}: {_ONE_PROCESS}")
         raise

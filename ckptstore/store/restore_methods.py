@@ -396,7 +396,7 @@ class RestoreMethods(StoreHandle):
         ref: str | int,
         out: str | os.PathLike[str],
         *,
-        format: Literal["safetensors", "pt"] | None = None,
+        format: Literal["safetensors", "pt", "dcp"] | None = None,
         select: str | Sequence[str] | None = None,
         strip: str | None = None,
         overwrite: bool = False,
@@ -415,13 +415,14 @@ class RestoreMethods(StoreHandle):
         Args:
             ref: the checkpoint.
             out: the file; with shards, the names of the shards and of the index are derived from it.
-            format: ``safetensors`` or ``pt``; None: the format that the name of `out` implies, else safetensors.
+            format: ``safetensors``, ``pt``, or ``dcp``: a new folder for ``torch.distributed.checkpoint.load``, which
+                torch itself writes. None: the format that the name of `out` implies, else safetensors.
             select: only tensors at places that match one of these patterns, as in `load`.
             strip: only tensors whose names begin with this prefix (``model.``), which is removed from them: a flat
                 dict, as ``load_state_dict`` takes it, without the rest of the state.
             overwrite: replace files that exist.
-            max_shard_bytes: start another safetensors file before one exceeds this size; a larger tensor gets a file of
-                its own.
+            max_shard_bytes: start another file (safetensors, dcp) before one exceeds this size; a larger tensor gets a
+                file of its own.
             progress: called with (bytes done, total bytes).
 
         Returns:
@@ -437,6 +438,8 @@ class RestoreMethods(StoreHandle):
         """
         from ckptstore.exchange.export import PrefixSelection, export
 
+        if format == "dcp":
+            return self._export_dcp(ref, out, select, strip, overwrite, max_shard_bytes, progress)
         if os.fspath(out).endswith(os.sep):
             raise UsageError(f"{out} is the name of a folder: name the file to write")
         chosen = _format_of(out) if format is None else format
@@ -449,22 +452,50 @@ class RestoreMethods(StoreHandle):
             ),
         )
 
+    def _export_dcp(
+        self,
+        ref: str | int,
+        out: str | os.PathLike[str],
+        select: str | Sequence[str] | None,
+        strip: str | None,
+        overwrite: bool,
+        max_shard_bytes: int | None,
+        progress: Progress | bool | None,
+    ) -> ExportResult:
+        from ckptstore.exchange.dcp_export import export_dcp
+        from ckptstore.exchange.export import PrefixSelection
+
+        if overwrite:
+            raise UsageError(f"{out}: a folder is written anew: overwrite= does not go with format='dcp'")
+        which = select if strip is None else PrefixSelection(strip, select)
+        where = os.fspath(out)
+        return self._with_remote_fallback(
+            ref, lambda journal, one: export_dcp(journal, one, where, which, max_shard_bytes, as_progress(progress))
+        )
+
     def export_folder(
         self,
         ref: str | int,
         out: str | os.PathLike[str],
         layout: Layout = "hf",
         *,
+        strip: str | None = None,
+        config: str | os.PathLike[str] | None = None,
         max_shard_bytes: int | None = None,
         progress: Progress | bool | None = None,
     ) -> ExportResult:
-        """Write a checkpoint as a folder of Hugging Face's, and verify every byte that is read.
+        """Write a checkpoint as a framework reads it, and verify every byte that is read.
 
         Args:
             ref: the checkpoint.
             out: the folder, which must not exist. It appears complete and durable, or not at all.
             layout: ``hf``: weights, configuration and tokenizer, for ``from_pretrained``. ``hf-trainer``: also what
-                ``Trainer.train(resume_from_checkpoint=...)`` reads.
+                ``Trainer.train(resume_from_checkpoint=...)`` reads. ``lightning``: not a folder but a ``.ckpt`` file,
+                from which Lightning's ``Trainer.fit(ckpt_path=...)`` continues.
+            strip: with ``hf``: the names of the model's tensors begin with this prefix, which is removed; None: with
+                ``model.``.
+            config: with ``hf``: a folder that has ``config.json`` and the tokenizer of the model, for a checkpoint that
+                has none. Its files other than weights are copied.
             max_shard_bytes, progress: as for `export`.
 
         Raises:
@@ -473,14 +504,19 @@ class RestoreMethods(StoreHandle):
             CheckpointNotFoundError, CorruptionError: as `load`.
             StorageError: the output cannot be written. Nothing is left behind then.
         """
-        from ckptstore.exchange.trainer_layouts import LAYOUTS, export_layout
+        from ckptstore.exchange.trainer_layouts import LAYOUTS, ModelOptions, export_layout
 
         if layout not in LAYOUTS:
             raise UsageError(f"layout: {layout!r:.80}; it may be {' or '.join(map(repr, LAYOUTS))}")
+        if layout != "hf" and (strip, config) != (None, None):
+            raise UsageError(f"strip= and config= describe a model for layout='hf': they do not go with {layout!r}")
         where = os.fspath(out)
+        model = ModelOptions(strip, None if config is None else os.fspath(config))
         return self._with_remote_fallback(
             ref,
-            lambda journal, one: export_layout(journal, one, where, layout, max_shard_bytes, as_progress(progress)),
+            lambda journal, one: export_layout(
+                journal, one, where, layout, max_shard_bytes, as_progress(progress), model
+            ),
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckptstore.errors import UsageError
+from ckptstore.host.option_checks import texts
 from ckptstore.host.progress import as_progress
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.journal import Journal
@@ -216,6 +217,8 @@ class WriteMethods(StoreHandle):
         *,
         parent: str | None = "latest",
         leave_out: Sequence[str] = (),
+        leave_out_keys: Sequence[str] = (),
+        objects: Sequence[str] = (),
         deltas: DeltaOptions | None = None,
         progress: Progress | bool | None = None,
     ) -> list[ImportedFile]:
@@ -230,6 +233,10 @@ class WriteMethods(StoreHandle):
                 step the step after the parent's.
             parent: REF that the new term continues from; None for none.
             leave_out: globs of names in a folder that are not imported.
+            leave_out_keys: globs of keys in torch files, joined by dots, that are not imported (``hyper_parameters``).
+            objects: globs of names of classes (``train.Config``) whose objects in torch files are taken as values: the
+                fields of a dataclass or of another object, the value of an `Enum`. They load as `Foreign`, or as the
+                class if it is registered.
             deltas: store a series as deltas; None: every file becomes a full.
             progress: called with (bytes done, total bytes).
 
@@ -243,9 +250,17 @@ class WriteMethods(StoreHandle):
             StorageError: the medium failed. Earlier files are checkpoints by then; a note on the error lists them.
         """
         from ckptstore.exchange.import_files import import_files
+        from ckptstore.frameworks.inert_pickles import KeyChoice
 
         return import_files(
-            self.journal, files, step, parent=parent, leave_out=leave_out, deltas=deltas, progress=as_progress(progress)
+            self.journal,
+            files,
+            step,
+            parent=parent,
+            leave_out=leave_out,
+            keys=KeyChoice(texts("leave_out_keys", leave_out_keys), texts("objects", objects)),
+            deltas=deltas,
+            progress=as_progress(progress),
         )
 
 

@@ -1,4 +1,4 @@
-"""For training scripts: the `Checkpointer`, `OptimizerStep`, snapshots layer by layer. It needs torch.
+"""For training scripts: the `Checkpointer`, `OptimizerStep`, snapshots layer by layer, loaders. It needs torch.
 
 Imports `agent`, `store`, `write` and what is below; importing the package itself imports nothing.
 """
@@ -12,8 +12,11 @@ from ckptstore.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from ckptstore.training.checkpointer import Checkpointer
+    from ckptstore.training.generators import generator_states, restore_generators
     from ckptstore.training.layerwise.gate_times import Gate, LayerwiseReport
     from ckptstore.training.layerwise.layerwise_snapshots import LayerwiseSnapshots
+    from ckptstore.training.loaders.counted_batches import CountedBatches
+    from ckptstore.training.loaders.loader_counting import counted
     from ckptstore.training.optimizers.optimizer_step import OptimizerStep, clip_factor
     from ckptstore.training.optimizers.topk import TopKHook
     from ckptstore.training.settings import CheckpointerOptions, SlowSavesWarning, UnsavedStepWarning
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Checkpointer": "checkpointer",
     "CheckpointerOptions": "settings",
+    "CountedBatches": "loaders.counted_batches",
     "Gate": "layerwise.gate_times",
     "LayerwiseReport": "layerwise.gate_times",
     "LayerwiseSnapshots": "layerwise.layerwise_snapshots",
@@ -29,11 +33,15 @@ _HOME = {
     "TopKHook": "optimizers.topk",
     "UnsavedStepWarning": "settings",
     "clip_factor": "optimizers.optimizer_step",
+    "counted": "loaders.loader_counting",
+    "generator_states": "generators",
+    "restore_generators": "generators",
 }
 
 __all__ = [
     "Checkpointer",
     "CheckpointerOptions",
+    "CountedBatches",
     "Gate",
     "LayerwiseReport",
     "LayerwiseSnapshots",
@@ -42,6 +50,9 @@ __all__ = [
     "TopKHook",
     "UnsavedStepWarning",
     "clip_factor",
+    "counted",
+    "generator_states",
+    "restore_generators",
 ]
 
 

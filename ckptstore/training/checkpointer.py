@@ -30,6 +30,7 @@ from ckptstore.host.caller_warnings import DeterminismWarning, warn, warns_last
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.restore.load_targets import MadeTargets
 from ckptstore.store import Store
+from ckptstore.training import rng
 from ckptstore.training.capture.script_state import ScriptState
 from ckptstore.training.environment import compared, hyperparameters, unheeded
 from ckptstore.training.open_term import OpenTerm, choose_strategy
@@ -88,7 +89,14 @@ class Checkpointer:
         """
         self._settings = SaveSettings.of(strategy, options)
         self._captured = ScriptState(
-            model, optimizer, scheduler, loader, options.get("scaler"), options.get("extra"), self._settings.compressor
+            model,
+            optimizer,
+            scheduler,
+            loader,
+            options.get("scaler"),
+            options.get("extra"),
+            self._settings.compressor,
+            only=self._settings.only,
         )
         if self._settings.strategy == "replica":
             check_replicable(self._captured)
@@ -99,6 +107,7 @@ class Checkpointer:
         self._steps = StepSaves(self.store.url, self._settings, self._captured, self._tracker, self._flush)
         self._strategy: tuple[Strategy, str] | None = None
         self._term: OpenTerm | None = None
+        self._generators: dict[str, Any] | None = None  # the global ones, when `resume` returned
         self._at_exit = partial(_warn_unclosed, weakref.ref(self), os.getpid())
         self._done = 0
         self._closed = False
@@ -182,6 +191,7 @@ class Checkpointer:
             self._begin_with(term, writer.parent, asked)
         else:
             self._agree(term)
+        self._generators = rng.global_states()
         return self._done
 
     @warns_last
@@ -205,7 +215,22 @@ class Checkpointer:
         asked = _Asked(check_parts(parts, self._captured.given), parts, strict)
         parent = term.writer.rollback(name)
         self._begin_with(term, parent, asked)
+        self._generators = rng.global_states()
         return self._done
+
+    def restore_generators(self) -> None:
+        """Set the global random generators once more to what they were when `resume`, or `rollback`, returned.
+
+        Call it before the first batch if something draws random numbers in between, whenever a process begins: hooks of
+        a framework, another model. It does nothing to generators in ``extra`` and those of the loader.
+
+        Raises:
+            UsageError: neither was called.
+        """
+        self._check_open()
+        if self._generators is None:
+            raise UsageError("there is nothing to restore: call resume() before restore_generators()")
+        rng.restore(self._generators)
 
     @warns_last
     def step(
@@ -327,6 +352,7 @@ class Checkpointer:
             raise UsageError("save_every: the ranks' controllers would say different things; give a number")
         if self._strategy is None:
             self._strategy = choose_strategy(self.store, settings, captured, group)
+        captured.note_frozen()
         reports = self._steps.reports
         self._term = term = OpenTerm(
             self.store, settings, captured, self._tracker, self._strategy[0], group, reports, ref

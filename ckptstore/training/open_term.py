@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from functools import partial
 from typing import Any, cast
 
@@ -70,7 +71,8 @@ class OpenTerm:
             ruled = settings.keep.best is not None or (self.is_first and bool(store.rules()))
             if self.is_first and not ruled and self.writer.parent is None and reports.growth is None:
                 say = partial(strategies.say, store.url)
-                reports.growth = GrowthForecast(say, strategy, settings.every, settings.full_every)
+                full_every = sys.maxsize if _stores_once(captured) else settings.full_every
+                reports.growth = GrowthForecast(say, strategy, settings.every, full_every)
             kind = ReplicaSaves if strategy == "replica" else StateSaves
             self.saves = kind(store, self.writer, captured, tracker, strategy, settings, self.ranks, self._retention)
             undo.pop_all()
@@ -121,7 +123,14 @@ def _writer_options(
     settings: SaveSettings, captured: ScriptState, strategy: Strategy, group: Group | None
 ) -> dict[str, Any]:
     """The options of `Store.writer`. Raises `UsageError`."""
-    found = strategies.writer_options(strategy, settings.full_every, settings.batch, settings.deltas, settings.every)
+    found = strategies.writer_options(
+        strategy,
+        settings.full_every,
+        settings.batch,
+        settings.deltas,
+        settings.every,
+        once=_stores_once(captured),
+    )
     found |= {"max_in_flight": settings.max_in_flight, "threads": settings.threads, "keep": settings.keep.store_rules}
     if group is not None:
         found["group"] = group
@@ -138,14 +147,29 @@ def choose_strategy(
     if settings.strategy != "auto":
         return cast(Strategy, settings.strategy), ""
     store.create()
+    nbytes, frozen = _sizes(captured)
     strategy, why = strategies.chosen(
         strategies.Circumstances(
-            nbytes=strategies.state_bytes(captured.models, captured.optimizers) + captured.extra_bytes,
+            nbytes=nbytes,
             rate=None if group is not None else strategies.measure_rate(store.backend),
             spare=strategies.spare_cores(captured.models),
             unpredicted=strategies.predicted(captured.optimizers, settings.every),
+            frozen=frozen,
         )
     )
     if group is None or group.rank == 0:
         strategies.tell(store.url, strategy, why)
     return strategy, why
+
+
+def _sizes(captured: ScriptState) -> tuple[int, int]:
+    """About how many bytes a checkpoint has, and how many of them are frozen weights."""
+    nbytes = strategies.state_bytes(captured.models, captured.optimizers) + captured.extra_bytes
+    frozen = strategies.frozen_bytes(captured.models)
+    return (nbytes - frozen, 0) if captured.leaves_out else (nbytes, frozen)
+
+
+def _stores_once(captured: ScriptState) -> bool:
+    """Whether all checkpoints refer to the frozen weights of one full."""
+    nbytes, frozen = _sizes(captured)
+    return strategies.stores_once(frozen, nbytes)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ckptstore.errors import UsageError
-from ckptstore.training.loaders.counted_batches import counted
+from ckptstore.training.loaders.loader_counting import counted
 from ckptstore.training.loaders.loader_plans import is_stateful
 from ckptstore.training.parameter_names import bare_state, parameter_paths
 

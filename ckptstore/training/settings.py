@@ -36,6 +36,10 @@ class CheckpointerOptions(TypedDict, total=False):
         extra: anything else that training depends on, by name: objects with ``state_dict`` and ``load_state_dict``
             (averaged weights), random generators. Ranks that save together compare the states of such objects, which
             have to be equal. An object with a true attribute ``per_rank`` has a state of its own on each rank.
+        only: ``trainable``: leave the frozen weights of ``model`` out of the checkpoints (``requires_grad=False``). The
+            script loads them itself before `resume`, which compares their bits with those that the run had. Frozen
+            weights that change during the run are stored from then on. None (default): everything is stored; frozen
+            weights once, unless ``strategy="full"`` was asked for.
         compressor: a `TopKHook`. Step diffs store its sparse gradients, and a replica is sent them alone.
         save_every: optimizer steps from one checkpoint to the next (default 1), or a
             `ckptstore.tuning.IntervalController`, which chooses the interval so that saves slow training down by no
@@ -70,6 +74,7 @@ class CheckpointerOptions(TypedDict, total=False):
 
     scaler: Any
     extra: Mapping[str, Any] | None
+    only: Literal["trainable"] | None
     compressor: Compressor | None
     save_every: int | SavePolicy | Literal["continuous"]
     full_every: int
@@ -99,6 +104,7 @@ class SaveSettings:
     """The options that concern how states are saved, checked. See `CheckpointerOptions`."""
 
     strategy: str = "auto"
+    only: Literal["trainable"] | None = None
     compressor: Compressor | None = None
     save_every: int | SavePolicy | Literal["continuous"] = 1
     full_every: int = 100
@@ -122,6 +128,10 @@ class SaveSettings:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise UsageError(f"strategy: {self.strategy!r}; it may be {', '.join(map(repr, STRATEGIES))}")
+        if self.only not in (None, "trainable"):
+            raise UsageError(
+                f"only: {self.only!r:.80}; it may be 'trainable', which leaves frozen weights out, or None"
+            )
         if self.on_error not in ("raise", "warn"):
             raise UsageError(f"on_error: {self.on_error!r}; it may be 'raise' or 'warn'")
         if isinstance(self.save_every, str) and self.save_every != "continuous":

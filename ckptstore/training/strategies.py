@@ -26,11 +26,13 @@ __all__ = [
     "Circumstances",
     "Strategy",
     "chosen",
+    "frozen_bytes",
     "measure_rate",
     "predicted",
     "say",
     "spare_cores",
     "state_bytes",
+    "stores_once",
     "tell",
     "writer_options",
 ]
@@ -44,6 +46,10 @@ STRATEGIES: Final = ("auto", "full", "delta", "gradient", "replica")
 _TINY: Final = 1 << 20
 _QUICK: Final = 0.02
 """Seconds: if a full takes no longer, compressing it costs more than writing it."""
+_WORTH_ONCE: Final = 64 << 10
+"""Fewer frozen bytes than this are stored in each full."""
+_ONE_BASE: Final = 1 << 30
+"""Checkpoints that share a base with frozen weights: all that follow, as long as a delta is smaller than a full."""
 _PROBED: Final = 4 << 20
 _PROBES: Final = 4
 _PATIENCE: Final = 0.25
@@ -58,17 +64,24 @@ class Circumstances:
         rate: bytes per second that the medium stores; None: it could not be measured.
         spare: cores that training leaves idle.
         unpredicted: why the optimizers' steps cannot be predicted; None: they can.
+        frozen: bytes of `nbytes` that no optimizer moves.
     """
 
     nbytes: int
     rate: float | None
     spare: int
     unpredicted: str | None
+    frozen: int = 0
 
 
 def chosen(about: Circumstances) -> tuple[Strategy, str]:
     """What ``auto`` chooses -> the strategy, and the reason."""
     state = f"{size(about.nbytes)} of state"
+    if stores_once(about.frozen, about.nbytes):
+        once = f"{size(about.frozen)} of {state} are frozen, and are stored once"
+        if about.unpredicted is not None:
+            return "delta", f"{once}; {about.unpredicted}"
+        return "gradient", f"{once}; the optimizers' steps can be predicted"
     if about.nbytes <= _TINY:
         return "full", f"{state} are not worth compressing"
     if about.spare < 1:
@@ -123,8 +136,22 @@ def state_bytes(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.op
             momentum = bool(group.get("momentum")) if isinstance(optimizer, torch.optim.SGD) else False
             copies = 2 if "betas" in group else int(momentum)
             copies += bool(group.get("amsgrad"))
-            found += copies * sum(_nbytes(one) for one in group["params"])
+            found += copies * sum(_nbytes(one) for one in group["params"] if one.requires_grad)
     return found
+
+
+def frozen_bytes(models: Sequence[torch.nn.Module]) -> int:
+    """Bytes of the parameters that have no gradient."""
+    return sum(_nbytes(one) for model in models for one in model.parameters() if not one.requires_grad)
+
+
+def stores_once(frozen: int, nbytes: int) -> bool:
+    """Whether frozen weights are worth storing once: every later checkpoint refers to the full that holds them.
+
+    Args:
+        frozen: bytes of `nbytes`, the state, that no optimizer moves.
+    """
+    return frozen >= _WORTH_ONCE and 2 * frozen >= nbytes
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -170,16 +197,32 @@ def measure_rate(backend: Backend) -> float | None:
 
 
 def writer_options(
-    strategy: Strategy, full_every: int, batch: int, deltas: DeltaOptions | None, save_every: int | None = 1
+    strategy: Strategy,
+    full_every: int,
+    batch: int,
+    deltas: DeltaOptions | None,
+    save_every: int | None = 1,
+    *,
+    once: bool = False,
 ) -> dict[str, Any]:
-    """The options of `Store.writer` for a strategy. Raises `UsageError`."""
+    """The options of `Store.writer` for a strategy.
+
+    Args:
+        once: most of the state is frozen. All deltas build on one full, and where step diffs need a new base, that is a
+            delta, too. With many ranks it has to be the same on all.
+
+    Raises:
+        UsageError: invalid options.
+    """
     if strategy != "gradient" and batch != 1:
         raise UsageError(f"batch={batch}: only step diffs are written in batches, and the strategy is {strategy!r}")
     if strategy == "full":
         return {}
-    coded = DeltaOptions() if deltas is None else deltas
+    coded = deltas
+    if coded is None:
+        coded = DeltaOptions(interval=_ONE_BASE) if once else DeltaOptions()
     if strategy == "delta" or (strategy == "replica" and save_every != 1):  # several steps cannot be explained as one
         return {"deltas": coded}
     # The Checkpointer handles SIGTERM: it saves the current step first.
     diffs = DiffOptions(full_every=full_every, batch=batch, flush_on_sigterm=False)
-    return {"diffs": diffs} if deltas is None else {"diffs": diffs, "deltas": coded}
+    return {"diffs": diffs, "deltas": coded} if deltas is not None or once else {"diffs": diffs}

@@ -53,6 +53,15 @@ class LocalWriter(SaveCalls):
             self._failures.seen_error(error)
             raise
 
+    def _make_way(self, step: int) -> None:
+        """See `Writer._make_way`."""
+        self._check_open()
+        if self._committer.saves.newest_is(step):
+            self._wait()
+        if self._committer.saves.newest_is(step):  # it has not failed
+            self._rollback(f"{step}@{self.term}")
+        self._committer.saves.allow_replacing(step)
+
     def _rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """See `Writer.rollback`."""
         self._check_open()

@@ -90,6 +90,7 @@ class Writer(Finishable):
         tags: str | Sequence[str] = (),
         updates: Updates | None = None,
         progress: Progress | bool | None = None,
+        replace: bool = False,
     ) -> CheckpointInfo:
         """Make `state` durable as the checkpoint of `step`. When this returns, anyone can load it.
 
@@ -110,13 +111,21 @@ class Writer(Finishable):
                 writer with `diffs` makes these. With a `DiffOptions.batch` above 1, all waiting steps are written.
             progress: called from other threads as bytes are copied; the total is the size of the state in bytes, or of
                 this rank's share. True: a progress line on stderr.
+            replace: allow that `step` is the newest checkpoint's. Then this save replaces it: the REFs ``STEP`` and
+                ``latest`` lead to the old checkpoint until this one is durable, and to this one from then on, also
+                after a crash. The old one remains as ``STEP@TERM`` until the retention rules retire it; its tags stay
+                with it. As `rollback` does, this waits for earlier saves and begins a new term; so no other thread may
+                save meanwhile, all ranks give the same `replace`, and the checkpoint is a full. To save a step below
+                the newest one, call `rollback` first.
 
         Raises:
             UnsupportedStateError: a value in `state` cannot be stored; the error names its key path. Nothing was
                 written.
-            StepOrderError: the step exists, or is not above the parent's. Nothing was written.
-            UsageError: `metadata` or `tags` cannot be stored; or a signal handler calls this while the same thread is
-                inside `save`, `save_async` or `begin`. Nothing was written.
+            StepOrderError: the step exists, or is not above the parent's; with `replace`: it is below the newest
+                checkpoint's. Nothing was written.
+            UsageError: `metadata` or `tags` cannot be stored; `replace`, and an agent saves; or a signal handler calls
+                this while the same thread is inside `save`, `save_async` or `begin`. Nothing was written.
+            with `replace` also as `rollback`; then the old checkpoint is still the newest.
             RankError: the ranks could not save this step; its subclasses tell why. Nothing was committed, and the next
                 step may be saved.
             StorageError: the medium failed. The checkpoint does not exist; the writer is still usable.
@@ -124,7 +133,10 @@ class Writer(Finishable):
             CommitUnknownError: the checkpoint may or may not exist. This writer can save no more.
         """
         refuse_within(self, self._WAIT)
-        return self._save(state, _given(step), Labels.of(metadata, tags), updates, as_progress(progress))
+        labels, given = Labels.of(metadata, tags), _given(step)
+        if replace and given is not None:
+            self._make_way(given)
+        return self._save(state, given, labels, updates, as_progress(progress))
 
     @warns_last
     def save_async(
@@ -135,12 +147,14 @@ class Writer(Finishable):
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
         updates: Updates | None = None,
+        replace: bool = False,
     ) -> PendingSave:
         """Copy `state` to host memory and make it durable in the background. When this returns, the state may change.
 
         Args:
             state, step, metadata, tags: as for `save`.
             updates: as for `save`; gradients are copied, too.
+            replace: as for `save`.
 
         Waits while `max_in_flight` earlier saves are not durable yet, and while the `memory` budget is used up
         (`on_metrics` receives the time). A step diff that waits for its batch is not counted. A rank waits for the
@@ -151,7 +165,22 @@ class Writer(Finishable):
             as `save`; errors of the medium and of other ranks come from `PendingSave.result`.
         """
         refuse_within(self, self._WAIT)
-        return self._save_async(state, _given(step), Labels.of(metadata, tags), updates)
+        labels, given = Labels.of(metadata, tags), _given(step)
+        if replace and given is not None:
+            self._make_way(given)
+        return self._save_async(state, given, labels, updates)
+
+    def _make_way(self, step: int) -> None:
+        """Allow the next save to replace the newest checkpoint, if that has `step`.
+
+        If it was saved in this term, this begins a term that continues from it. So readers find the old checkpoint
+        until the new one is committed: a term without checkpoints leads to its parent.
+
+        Raises:
+            UsageError: this writer cannot.
+            as `rollback`.
+        """
+        raise UsageError(f"replace: step {step}: an agent's writer cannot; use a writer without an agent")
 
     @abstractmethod
     def _save(

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
         "ckpt import runs/gpt checkpoint-*/model.safetensors.index.json",
         "ckpt import runs/gpt checkpoint-*/",
         "ckpt import runs/gpt step_*.pt",
+        "ckpt import runs/gpt step-1000/                              # of torch.distributed.checkpoint, iter_0001000/",
+        "ckpt import runs/net epoch=3-step=1000.ckpt --leave-out-key hyper_parameters      # Lightning",
+        "ckpt import runs/gpt model.pt --object train.Config",
+        "ckpt import runs/gpt global_step1000_universal/              # DeepSpeed",
         "ckpt import runs/gpt old/step_500.pt --parent none",
         "ckpt import runs/small checkpoint-*/ --delta --max-restore-cost 3x",
     ],
@@ -50,6 +54,19 @@ if TYPE_CHECKING:
     metavar="GLOB",
     help="Omit files of this name from a folder; may be repeated. By default nothing is omitted.",
 )
+@click.option(
+    "--leave-out-key",
+    multiple=True,
+    metavar="GLOB",
+    help="Omit these keys of torch files (hyper_parameters, callbacks.*); may be repeated.",
+)
+@click.option(
+    "--object",
+    "objects",
+    multiple=True,
+    metavar="NAME",
+    help="Take the objects of this class (train.Config) as values: its fields; may be repeated. Its code is not run.",
+)
 @click.option("--delta", is_flag=True, help="Store the series as deltas, which take less space.")
 @click.option("--interval", metavar="T|auto", help="With --delta: checkpoints that share one base. Default: auto.")
 @click.option(
@@ -63,17 +80,20 @@ def command(
     step: int | Literal["auto"],
     parent: str,
     leave_out: tuple[str, ...],
+    leave_out_key: tuple[str, ...],
+    objects: tuple[str, ...],
     delta: bool,
     interval: str | None,
     max_restore_cost: str | None,
     as_json: bool,
 ) -> None:
-    """Store .safetensors and .pt files as checkpoints.
+    """Store files and folders of other tools as checkpoints.
 
-    FILE is a .safetensors or .pt file, the .index.json of Hugging Face shards, or a folder that contains one of these.
-    A trainer's folder becomes one state: model, optimizer, scheduler, scaler, rng, trainer_state, files. Several files
-    are a series, stored by ascending step. The store is created if it does not exist. Pickled code is never run: a .pt
-    file that needs it is refused.
+    FILE is a .safetensors, .pt or Lightning .ckpt file, the .index.json of Hugging Face shards, or a folder: of a
+    trainer, of torch.distributed.checkpoint, Megatron-LM's iter_*, DeepSpeed's universal form. A trainer's folder
+    becomes one state: model, optimizer, scheduler, scaler, rng, trainer_state, files. Several files are a series,
+    stored by ascending step. The store is created if it does not exist. Pickled code is never run: what needs it is
+    refused by its key.
     """
     import ckptstore
     from ckptstore.exchange.atomic_files import refuse_inside_store
@@ -90,6 +110,8 @@ def command(
             step,
             parent=None if parent == "none" else parent,
             leave_out=leave_out,
+            leave_out_keys=leave_out_key,
+            objects=objects,
             deltas=_deltas(interval or "auto", max_restore_cost or "4x") if delta else None,
             progress=advance,
         )

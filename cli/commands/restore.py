@@ -33,7 +33,10 @@ if TYPE_CHECKING:
         "ckpt restore runs/gpt tag:best --select 'model.*' --out best.safetensors --force",
         "ckpt restore runs/gpt --out model.safetensors --max-shard-size 5GB",
         "ckpt restore runs/gpt --layout hf --out exported            # for from_pretrained",
+        "ckpt restore runs/gpt --layout hf --config gpt2-original --max-shard-size 5GB --out exported",
         "ckpt restore runs/gpt --layout hf-trainer --out checkpoint-1000",
+        "ckpt restore runs/net --layout lightning --out last.ckpt    # for fit(ckpt_path=)",
+        "ckpt restore runs/gpt 1000 --format dcp --out step-1000      # for torch.distributed.checkpoint.load",
         "ckpt restore runs/gpt 1000 --explain",
         "ckpt restore runs/gpt --out - | ssh node-7 'cat > model.safetensors'",
     ],
@@ -44,15 +47,22 @@ if TYPE_CHECKING:
 @click.option(
     "--format",
     "file_format",
-    type=click.Choice(["safetensors", "pt"]),
-    help="Default: by the suffix of PATH, else safetensors.",
+    type=click.Choice(["safetensors", "pt", "dcp"]),
+    help="dcp: a new folder for torch.distributed.checkpoint. Default: by the suffix of PATH, else safetensors.",
 )
 @click.option(
     "--layout",
-    type=click.Choice(["hf", "hf-trainer"]),
-    help="Write a folder, PATH: hf for from_pretrained, hf-trainer for the Trainer's resume_from_checkpoint.",
+    type=click.Choice(["hf", "hf-trainer", "lightning"]),
+    help="hf: a folder for from_pretrained; hf-trainer: one for the Trainer's resume_from_checkpoint; lightning: a "
+    "file for Trainer.fit(ckpt_path=).",
 )
 @select_option("Only tensors that match; may be repeated.")
+@click.option(
+    "--config",
+    type=click.Path(),
+    metavar="DIR",
+    help="With --layout hf: copy config.json and the tokenizer from this folder, if the checkpoint has none.",
+)
 @click.option("--strip", metavar="PREFIX", help="Only tensors named PREFIX..., without it: for load_state_dict.")
 @click.option("--max-shard-size", type=SIZE, help="Split into files of at most this size, with an index.")
 @click.option("--force", is_flag=True, help="Replace PATH if it exists.")
@@ -62,9 +72,10 @@ def command(
     store: str,
     ref: str,
     out: str | None,
-    file_format: Literal["safetensors", "pt"] | None,
-    layout: Literal["hf", "hf-trainer"] | None,
+    file_format: Literal["safetensors", "pt", "dcp"] | None,
+    layout: Literal["hf", "hf-trainer", "lightning"] | None,
     select: tuple[str, ...],
+    config: str | None,
     strip: str | None,
     max_shard_size: int | None,
     force: bool,
@@ -72,7 +83,7 @@ def command(
     whole: bool,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint to a .safetensors or .pt file, or to a folder of Hugging Face's.
+    """Write a checkpoint to a .safetensors or .pt file, or as a framework reads it.
 
     The file appears when it is complete and durable, or not at all. A .pt file loads with
     torch.load(weights_only=True). A .safetensors file carries the rest of the state in its
@@ -85,8 +96,7 @@ def command(
         raise click.UsageError("--all needs --explain")
     if out is None:
         raise click.UsageError("Missing option '--out' (or --explain, to see the plan only).")
-    if layout is not None:
-        _check_layout(out, file_format, select, strip, force=force)
+    _check_options(out, layout, config, file_format, select, strip, force=force)
     piped = out == "-"
     if piped:
         _check_piped(as_json, max_shard_size)
@@ -97,7 +107,9 @@ def command(
             out = str(Path(folder, f"state.{file_format or 'safetensors'}"))
         advance = stack.enter_context(progress("restoring"))
         if layout is not None:
-            result = opened(store).export_folder(ref, out, layout, max_shard_bytes=max_shard_size, progress=advance)
+            result = opened(store).export_folder(
+                ref, out, layout, strip=strip, config=config, max_shard_bytes=max_shard_size, progress=advance
+            )
         else:
             result = opened(store).export(
                 ref,
@@ -115,15 +127,29 @@ def command(
     _print_result(result, time.perf_counter() - began, as_json, piped)
 
 
-def _check_layout(
-    out: str, file_format: str | None, select: tuple[str, ...], strip: str | None, *, force: bool
+def _check_options(
+    out: str,
+    layout: str | None,
+    config: str | None,
+    file_format: str | None,
+    select: tuple[str, ...],
+    strip: str | None,
+    *,
+    force: bool,
 ) -> None:
+    if config is not None and layout != "hf":
+        raise click.UsageError("--config is for --layout hf")
+    if layout is not None and (file_format is not None or select):
+        raise click.UsageError("--layout says what is written: --format and --select do not go with it")
+    if layout not in (None, "hf") and strip is not None:
+        raise click.UsageError("--layout says what is written: --strip goes with hf only")
+    form = "--layout" if layout is not None else "--format dcp"
+    if layout is None and file_format != "dcp":
+        return
     if out == "-":
-        raise click.UsageError("--layout writes a folder: --out - cannot be combined with it")
-    if file_format is not None or select or strip is not None:
-        raise click.UsageError("--layout says what is written: --format, --select and --strip do not go with it")
+        raise click.UsageError(f"{form} needs a path: --out - cannot be combined with it")
     if force:
-        raise click.UsageError("--layout writes a new folder: --force does not go with it, remove the folder first")
+        raise click.UsageError(f"{form} writes something new: --force does not go with it, remove PATH first")
 
 
 def _check_piped(as_json: bool, max_shard_size: int | None) -> None:
@@ -141,7 +167,8 @@ def _print_result(result: ExportResult, seconds: float, as_json: bool, piped: bo
 
     if result.converted:
         some = ", ".join(result.converted[:3]) + (" ..." if len(result.converted) > 3 else "")
-        note(f"{len(result.converted)} values have another type in a .pt file (numpy, frozenset, objects): {some}")
+        kind = "the folder" if result.format == "dcp" else "a .pt file"
+        note(f"{len(result.converted)} values have another type in {kind} (numpy, frozenset, objects): {some}")
     if result.tied:
         some = ", ".join(f"{name} (as {there})" for name, there in result.tied[:3])
         more = " ..." if len(result.tied) > 3 else ""
@@ -168,6 +195,7 @@ def _print_result(result: ExportResult, seconds: float, as_json: bool, piped: bo
         )
         return
     where = str(result.paths[0]) if result.index is None else f"{len(result.paths)} files and {result.index}"
+    where = str(result.paths[0].parent) if result.format == "dcp" else where
     where = "to stdout" if piped else where
     speed = size(int(result.nbytes / max(seconds, 1e-9)))
     (note if piped else say)(

@@ -20,7 +20,7 @@ def check_commit(catalog: Catalog, record: CommitRecord) -> None:
     """Refuse a record that would make the catalog inconsistent.
 
     Raises:
-        StepOrderError: a step already exists in this term, or is not above the parent's.
+        StepOrderError: a step already exists in this term, or is below the parent's.
         CheckpointNotFoundError: a base cannot be restored (any more): encode again, against another one.
         UsageError: the record breaks another rule of COMMIT; the message says which.
     """
@@ -132,10 +132,8 @@ def _check_checkpoints(catalog: Catalog, record: CommitRecord) -> None:
     for checkpoint in record.checkpoints:
         if checkpoint.term != record.term:
             raise UsageError(f"{checkpoint.ref} is not of term {record.term}")
-        if parent is not None and checkpoint.step <= parent.step:
-            raise StepOrderError(
-                f"step {checkpoint.step} is not above step {parent.step}, from which this run continues"
-            )
+        if parent is not None and checkpoint.step < parent.step:  # at the parent's step it replaces the parent
+            raise StepOrderError(f"step {checkpoint.step} is below step {parent.step}, from which this run continues")
         exists = catalog.find(checkpoint.node) is not None or checkpoint.step in catalog.spent
         if exists or checkpoint.step in steps:
             raise StepOrderError(f"step {checkpoint.step} exists already in term {record.term}")

@@ -74,7 +74,7 @@ def single(value: float) -> float:
 
 @hot()
 def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
-    """``out = a * b + c``, rounded once. ``out`` may be any of the arguments. A scalar ``b`` is an fp32 number.
+    """``out = a * b + c``, rounded once, and settled. ``out`` may be any argument. A scalar ``b`` is an fp32 number.
 
     The product is exact in fp64. The sum is rounded to fp64 and then to fp32. Rounding twice is wrong only if the fp64
     sum lies exactly half-way between two fp32 numbers and was itself rounded. The low 28 bits of such a sum are zero,
@@ -83,6 +83,7 @@ def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
     """
     if isinstance(b, float) and b == 1.0:
         np.add(a, c, out=out)
+        settle(out)
         return
     count = len(out)
     product, total = doubles("product", count), doubles("total", count)
@@ -102,6 +103,7 @@ def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
         if len(where):
             _round_to_side(where, product, c, total)
     np.copyto(out, total, casting="unsafe")
+    settle(out)  # which NaN it is depends on the order of a processor's operands: the forms would differ
 
 
 def _half_way(ends_in_zeros: npt.NDArray[np.bool_], total: Doubles) -> npt.NDArray[np.intp]:

@@ -228,6 +228,9 @@ def test_layers_are_copied_into_the_agents_memory(tmp_path: Path) -> None:
         writer.save(state, 2)
         with pytest.raises(UsageError, match="direct"):
             writer.begin(state, 3, {}, direct=True)
+        for save in (writer.save, writer.save_async):
+            with pytest.raises(UsageError, match="replace: step 2: an agent's writer cannot"):
+                save(state, 2, replace=True)
     store = ckptstore.open(tmp_path / "store")
     same({"a": np.arange(70_000.0), "b": np.arange(9, dtype="i2"), "n": 2}, store.load(1))
     same(state, store.load(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import json
 from pathlib import Path
 
@@ -72,9 +73,24 @@ def test_a_torch_file_with_code_in_it_is_refused(ckpt: Run, tmp_path: Path) -> N
     torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "step_7.pt")
     outcome = ckpt("import", tmp_path / "run", tmp_path / "step_7.pt")
     assert outcome.code == 6
-    assert "refers to torch.nn.modules.linear.Linear" in outcome.err
-    assert "hint: save it again with only tensors" in outcome.err
+    assert "model: it is a torch.nn.modules.linear.Linear" in outcome.err
+    assert "hint: to import the rest: --leave-out-key 'model'" in outcome.err
     assert not (tmp_path / "run").exists()
+
+
+def test_keys_are_left_out_and_objects_are_taken(ckpt: Run, tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "hyper_parameters": {"loss": torch.nn.MSELoss()}, "scale": fractions.Fraction(1, 3)}
+    torch.save(state, tmp_path / "step_7.pt")
+    refused = ckpt("import", tmp_path / "run", tmp_path / "step_7.pt")
+    assert refused.code == 6
+    assert "hyper_parameters.loss: it is a torch.nn.modules.loss.MSELoss" in refused.err
+    done = ckpt("import", tmp_path / "run", tmp_path / "step_7.pt", "--leave-out-key", "hyper_parameters", "--json")
+    assert done.json["checkpoints"][0]["left_out"] == ["hyper_parameters"]
+    assert "hyper_parameters" not in ckptstore.open(tmp_path / "run").load()
+    taken = ckpt("import", tmp_path / "two", tmp_path / "step_7.pt", "--object", "torch.nn.*")
+    assert taken.code == 0
+    found = ckptstore.open(tmp_path / "two").load()["hyper_parameters"]["loss"]
+    assert (found.name, found.value["reduction"]) == ("torch.nn.modules.loss.MSELoss", "mean")
 
 
 def test_trainer_folders_are_imported_whole_or_in_part(ckpt: Run, tmp_path: Path) -> None:

@@ -50,6 +50,41 @@ def test_select(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_a_folder_of_dcp(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
+    out = tmp_path / "step-3"
+    outcome = ckpt("restore", pristine, "3@1", "--format", "dcp", "--out", out)
+    assert outcome.out.startswith(f"wrote {out}: checkpoint 3@1, ")
+    back = ckpt("import", tmp_path / "back", out, "--json")
+    assert back.json["checkpoints"][0]["step"] == 3
+    again = ckpt("restore", pristine, "3@1", "--format", "dcp", "--out", out)
+    assert (again.code, "exists" in again.err) == (2, True)
+    found = ckpt("restore", pristine, "--format", "dcp", "--out", tmp_path / "json", "--json").json
+    assert (found["format"], found["paths"]) == ("dcp", [str(tmp_path / "json" / "__0_0.distcp")])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--format", "dcp", "--out", "-"],
+        ["--format", "dcp", "--out", "x", "--force"],
+        ["--layout", "hf", "--out", "x", "--format", "dcp"],
+        ["--layout", "hf", "--out", "x", "--select", "*"],
+        ["--layout", "lightning", "--out", "x", "--strip", "model."],
+        ["--layout", "lightning", "--out", "x", "--force"],
+        ["--layout", "hf-trainer", "--out", "x", "--config", "c"],
+        ["--layout", "hf", "--out", "x", "--config", "no-such-folder"],
+        ["--out", "x.pt", "--config", "c"],
+        ["--layout", "lightning", "--out", "x"],
+    ],
+)
+def test_options_that_do_not_go_together(
+    ckpt: Run, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ckpt("restore", pristine, *options).code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_strip(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.safetensors"
     assert ckpt("restore", pristine, "--out", out, "--strip", "model.").code == 0

@@ -59,7 +59,9 @@ def test_an_unsupported_file_is_named_and_nothing_is_written(tmp_path: Path) -> 
     said = str(raised.value)
     assert said.startswith(f"{folder}: cannot be imported whole: ")
     assert "training_args.bin" not in said
-    assert f"global_step5: DeepSpeed wrote it, a part for each rank; for its weights: python {folder}/zero" in said
+    assert "global_step5: DeepSpeed wrote it, a part for each rank; with its optimizer, import " in said
+    assert f"deepspeed.checkpoint.ds_to_universal --input_folder {folder}/global_step5 --output_folder" in said
+    assert f"python {folder}/zero_to_fp32.py {folder} " in said
     assert "runs: it is a folder" in said
     assert raised.value.__notes__ == ["to import the rest: --leave-out 'global_step5' --leave-out 'runs'"]
     assert not (tmp_path / "run").exists()

@@ -497,12 +497,15 @@ class TestCheckCommit:
             ),
         )
 
-    def test_a_step_not_above_the_parents_is_refused(self) -> None:
+    def test_a_step_below_the_parents_is_refused(self) -> None:
         catalog = applied([*CHAIN, opened(2, CheckpointId(1, 3, digest(3)))])
-        for step in (1, 3):
-            with pytest.raises(StepOrderError, match="above step 3"):
+        for step in (1, 2):
+            with pytest.raises(StepOrderError, match="below step 3"):
                 check_commit(catalog, change(2, checkpoints=(CheckpointEntry(2, step, digest(step), 0, 1, 1),)))
         check_commit(catalog, save(5, 3, term=2, base_term=1))
+        entry = CheckpointEntry(2, 3, digest(60), 0, 1, 1)
+        full = Encoding((2, 3), "full", None, (digest(60),), False, 1)
+        check_commit(catalog, change(2, segments=(segment(60, term=2),), checkpoints=(entry,), encodings=(full,)))
 
     def test_a_record_has_each_step_once(self) -> None:
         twins = tuple(CheckpointEntry(1, 9, digest(state), 0, 1, 1) for state in (8, 9))

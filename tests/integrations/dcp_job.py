@@ -283,13 +283,114 @@ def foreign(folder: Path) -> None:
     dcp.save({**state, "one": torch.ones(3), "n": 5}, checkpoint_id=folder / "foreign")
 
 
+def exported(folder: Path) -> None:
+    """A checkpoint of the ranks as a folder of DCP: torch's own reader fills models in shards, in any placement."""
+    script = Script()
+    script.train(1)
+    script.train(2)
+    before = script.state()
+    dcp.save(before, storage_writer=CkptstoreWriter(folder / "exporting", 2))
+    mesh, size = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_world_size()
+    grid = torch.arange(7 * 9, dtype=torch.float32).view(7, 9)
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{one}" for one in (*range(size), *reversed(range(size)))])
+    pieced = sharded_tensor.empty(spec, 13, 5)
+    for shard in pieced.local_shards():
+        shard.tensor.copy_(torch.arange(float(shard.tensor.numel())).view_as(shard.tensor) + dist.get_rank())
+    state = {"rows": distribute_tensor(grid, mesh, [Shard(0)]), "columns": distribute_tensor(grid, mesh, [Shard(1)])}
+    state |= {"copy": distribute_tensor(grid, mesh, [Replicate()]), "pieced": pieced, "odd": [complex], "n": 5}
+    dcp.save(state, storage_writer=CkptstoreWriter(folder / "placing", 1))
+    with ckptstore.open(folder / "native").writer(group=dist.group.WORLD) as writer:
+        writer.save({"model": before["model"], "step": 3}, 3)
+    if dist.get_rank() == 0:
+        for name in ("exporting", "placing", "native"):
+            ckptstore.open(folder / name).export("latest", folder / f"{name}-dcp", format="dcp")
+        described = dcp.FileSystemReader(folder / "placing-dcp").read_metadata().state_dict_metadata
+        chunks = {name: len(one.chunks) for name, one in described.items() if hasattr(one, "chunks")}
+        assert chunks == {"rows": size, "columns": size, "copy": 1, "pieced": 2 * size}, chunks
+        described = dcp.FileSystemReader(folder / "native-dcp").read_metadata().state_dict_metadata
+        assert len(described["model.first.weight"].chunks) == size
+    dist.barrier()
+    other = Script()
+    other.train(9)
+    found = other.state()
+    dcp.load(found, storage_reader=dcp.FileSystemReader(folder / "exporting-dcp"))
+    same(found, before)
+    native: dict[str, Any] = {"model": Script().state()["model"], "step": 0}
+    dcp.load(native, storage_reader=dcp.FileSystemReader(folder / "native-dcp"))
+    same(native, {"model": before["model"], "step": 3})
+    other.load(found)
+    script.train(10)
+    other.train(10)
+    assert script.loss == other.loss
+    placed: dict[str, Any] = {name: distribute_tensor(torch.zeros(7, 9), mesh, [Shard(1)]) for name in ("rows", "copy")}
+    placed |= {"columns": torch.zeros(7, 9), "pieced": torch.zeros(13, 5), "odd": None, "n": 0}
+    dcp.load(placed, storage_reader=dcp.FileSystemReader(folder / "placing-dcp"))
+    for name in ("rows", "copy"):
+        assert torch.equal(placed[name].full_tensor(), grid)
+    assert torch.equal(placed["columns"], grid)
+    assert (placed["odd"], placed["n"]) == ([complex], 5)
+    for shard in pieced.local_shards():
+        first, rows = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
+        assert torch.equal(placed["pieced"][first : first + rows], shard.tensor)
+
+
+def returned(folder: Path) -> None:
+    """A folder that torch's own writer made, imported and exported: model, optimizer and the next loss are the same."""
+    script = Script()
+    script.train(1)
+    script.train(2)
+    dcp.save(script.state(), checkpoint_id=folder / "step-2")
+    if dist.get_rank() == 0:
+        store = ckptstore.open(folder / "returning")
+        store.import_files([folder / "step-2"])
+        store.export(2, folder / "returned", format="dcp")
+    dist.barrier()
+    other = Script()
+    other.train(9)
+    found = other.state()
+    dcp.load(found, storage_reader=dcp.FileSystemReader(folder / "returned"))
+    same(found, script.state())
+    other.load(found)
+    script.train(3)
+    other.train(3)
+    assert script.loss == other.loss
+
+
+def consolidated(folder: Path) -> None:
+    """A model of transformers in shards, saved by the ranks through DCP."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=101, n_positions=16))
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "pretrained")
+        torch.save(model.state_dict(), folder / "pretrained.pt")
+    fully_shard(model)
+    dcp.save({"model": get_state_dict(model, [])[0], "step": 1}, storage_writer=CkptstoreWriter(folder / "hf", 1))
+    dcp.save({"model": get_state_dict(model, [])[0], "step": 1}, checkpoint_id=folder / "hf-1")
+
+
 def main() -> None:
     port, rank, size, folder, *names = sys.argv[1:]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, WORLD_SIZE=size)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=int(rank), world_size=int(size))
-    listed = (saved, loaded, placed, asynchronous, cached, failing, blobs, foreign, pieces, grown)
+    listed = (
+        saved,
+        loaded,
+        placed,
+        asynchronous,
+        cached,
+        failing,
+        blobs,
+        foreign,
+        pieces,
+        grown,
+        exported,
+        returned,
+        consolidated,
+    )
     scenarios: dict[str, Callable[[Path], None]] = {one.__name__: one for one in listed}
     for name in names:
         scenarios[name](Path(folder))

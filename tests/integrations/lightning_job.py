@@ -37,7 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stateful-workers": {"workers": 2, "stateful": True, "accumulate_grad_batches": 2},
     "manual": {"manual": True, "strategy": "gradient"},
     "metrics": {"check_val_every_n_epoch": 2, "monitor": "val", "max_epochs": 4},
-    "killed": {"workers": 2, "accumulate_grad_batches": 2, "max_epochs": 4},
+    "killed": {"accumulate_grad_batches": 2, "max_epochs": 4},
+    "killed-workers": {"workers": 2, "accumulate_grad_batches": 2, "max_epochs": 4},
     "ddp": {"ranks": "ddp", "strategy": "gradient", "validated": False},
     "fsdp": {"ranks": "fsdp", "strategy": "gradient", "validated": False},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import io
 import os
@@ -23,9 +24,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa:
 from torch.distributed.checkpoint.utils import CheckpointException  # noqa: E402
 
 import ckptstore  # noqa: E402
+from ckptstore.backends.store_names import canonical  # noqa: E402
+from ckptstore.errors import UsageError  # noqa: E402
 from ckptstore.integrations.dcp import CkptstoreReader, CkptstoreWriter  # noqa: E402
 from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of  # noqa: E402
-from ckptstore.integrations.dcp.save_turns import SaveTurns  # noqa: E402
+from ckptstore.integrations.dcp.save_turns import SaveTurns, turns_of  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.integrations.dcp_job import same  # noqa: E402
 from tools.warm import Warm  # noqa: E402
@@ -138,6 +141,80 @@ def test_a_turn_that_never_begins_is_given_up() -> None:
         assert time.monotonic() - began > 0.04
     with last, lost:
         assert time.monotonic() - began < 5
+
+
+def test_a_turn_that_nobody_has_any_more_is_over() -> None:
+    turns = SaveTurns(60)
+    turns.take()  # its thread has ended
+    began = time.monotonic()
+    with turns.take():
+        assert time.monotonic() - began < 5
+
+
+def test_each_store_has_turns_of_its_own() -> None:
+    one, other = turns_of("one").take(), turns_of("other").take()
+    began = time.monotonic()
+    with other:
+        assert time.monotonic() - began < 5
+    assert other.over
+    assert not one.over
+
+
+class Broken(DefaultSavePlanner):
+    """Fails in the thread that saves."""
+
+    def create_local_plan(self) -> Any:
+        raise ValueError("no plan")
+
+
+def test_a_save_does_not_wait_for_one_whose_planner_failed(tmp_path: Path) -> None:
+    kept = [CkptstoreWriter(tmp_path / "s", step) for step in (1, 2)]
+    failed: Any = dcp.async_save(state(1), storage_writer=kept[0], planner=Broken(), no_dist=True)
+    began = time.monotonic()
+    dcp.async_save(state(2), storage_writer=kept[1], no_dist=True).result()
+    assert time.monotonic() - began < 5
+    with pytest.raises(CheckpointException, match="no plan"):
+        failed.result()
+    dcp.async_save(state(3), storage_writer=kept[0], planner=Broken(), no_dist=True)  # it may be used again
+
+
+def test_a_second_save_in_flight_of_one_writer_is_refused(tmp_path: Path) -> None:
+    writer = CkptstoreWriter()
+    first: Any = dcp.async_save(
+        state(1), checkpoint_id=tmp_path / "s/1", storage_writer=writer, planner=Slow(), no_dist=True
+    )
+    with pytest.raises(UsageError, match="make a CkptstoreWriter for each save"):
+        dcp.async_save(state(2), checkpoint_id=tmp_path / "s/2", storage_writer=writer, no_dist=True)
+    first.result()
+    dcp.async_save(state(3), checkpoint_id=tmp_path / "s/3", storage_writer=writer, no_dist=True).result()
+    for step in (1, 3):
+        found = zeros(state())
+        dcp.load(found, storage_reader=CkptstoreReader(tmp_path / "s", step))
+        same(found, state(step))
+    assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [1, 3]
+
+
+def test_a_writer_that_is_sent_to_a_process_saves_there(tmp_path: Path) -> None:
+    writer = CkptstoreWriter(tmp_path / "s", 1)
+    writer.reset()
+    staged = writer.stage(state(1))
+    sent = copy.copy(writer)  # by the members that a pickle has
+    dcp.save(staged, storage_writer=sent, no_dist=True)
+    with turns_of(canonical(str(tmp_path / "s"))).take():
+        assert writer.stage(state(2)), "nothing is in flight here"
+    assert ckptstore.open(tmp_path / "s").latest_step() == 1
+
+
+def test_the_newest_step_is_saved_again(tmp_path: Path) -> None:
+    place = tmp_path / "s"
+    for number in (1, 2, 3):
+        dcp.save(state(number), checkpoint_id=place / "7", storage_writer=CkptstoreWriter(replace=True))
+        found = zeros(state())
+        dcp.load(found, checkpoint_id=place / "7", storage_reader=CkptstoreReader())
+        same(found, state(number))
+    assert [info.ref for info in ckptstore.open(place).checkpoints()] == ["7@1", "7@2", "7@3"]
+    with pytest.raises(CheckpointException, match="replace=True"):
+        dcp.save(state(4), checkpoint_id=place / "7", storage_writer=CkptstoreWriter())
 
 
 def test_a_target_of_another_dtype_is_cast_as_dcp_does(tmp_path: Path) -> None:
@@ -291,6 +368,32 @@ def test_a_folder_that_ranks_wrote_is_imported(tmp_path: Path, warm: Warm) -> No
         assert torch.equal(found[name], whole), name
     assert torch.equal(found["one"], torch.ones(3))
     assert found["n"] == 5
+
+
+def test_checkpoints_of_ranks_are_exported_as_folders(tmp_path: Path, warm: Warm) -> None:
+    run(warm, tmp_path, 2, "exported", "returned")
+
+
+def test_a_sharded_model_becomes_a_folder_for_from_pretrained(tmp_path: Path, warm: Warm) -> None:
+    transformers = pytest.importorskip("transformers")
+    run(warm, tmp_path, 2, "consolidated")
+    imported = ckptstore.open(tmp_path / "imported")
+    imported.import_files([tmp_path / "hf-1"])
+    weights = torch.load(tmp_path / "pretrained.pt")
+    for number, store in enumerate((ckptstore.open(tmp_path / "hf"), imported)):
+        with pytest.raises(UsageError, match="--config FOLDER"):
+            store.export_folder("latest", tmp_path / "no", "hf")
+        out = tmp_path / f"exported-{number}"
+        result = store.export_folder("latest", out, "hf", config=tmp_path / "pretrained", max_shard_bytes=40_000)
+        assert len(result.paths) > 1
+        assert result.index == out / "model.safetensors.index.json"
+        assert (out / "generation_config.json").is_file()
+        found, said = transformers.GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
+        assert not said["missing_keys"], said
+        assert not said["unexpected_keys"], said
+        assert not said["mismatched_keys"], said
+        assert all(torch.equal(one, weights[name]) for name, one in found.state_dict().items())
+    assert not (tmp_path / "no").exists()
 
 
 def test_ranks_save_asynchronously(tmp_path: Path, warm: Warm) -> None:

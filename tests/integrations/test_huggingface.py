@@ -25,7 +25,7 @@ from ckptstore.errors import UsageError
 from ckptstore.integrations.huggingface import CkptstoreCallback
 from ckptstore.integrations.resume_folders import ResumeFolder
 from ckptstore.integrations.trainer_record import TrainerRecord
-from tests.forms import short_or
+from tests.forms import long_only, short_or
 from tests.integrations.trainer_job import STEPS, losses, made, run
 
 _PROCESSES = multiprocessing.get_context("forkserver")
@@ -95,8 +95,9 @@ def test_epochs_that_end_with_an_evaluation(tmp_path: Path) -> None:
     assert losses(tmp_path / "out.losses") == losses(tmp_path / "whole.losses")
 
 
-def test_five_kills_at_random_times(tmp_path: Path, whole: dict[tuple[int, str], str]) -> None:
-    arguments = {"eval_strategy": "steps", "eval_steps": 3}
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=long_only)])
+def test_five_kills_at_random_times(tmp_path: Path, whole: dict[tuple[int, str], str], workers: int) -> None:
+    arguments = {"eval_strategy": "steps", "eval_steps": 3, "dataloader_num_workers": workers}
     out, store, chance = tmp_path / "out", tmp_path / "run", random.Random(short_or(3, int(time.time())))
     log = tmp_path / "out.losses"
     log.touch()
@@ -112,6 +113,20 @@ def test_five_kills_at_random_times(tmp_path: Path, whole: dict[tuple[int, str],
     assert finished(out, store, -1, "full", arguments) == 0
     assert losses(log) == whole
     assert ckptstore.verify(store).ok
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_sigterm_loses_no_step(tmp_path: Path, whole: dict[tuple[int, str], str], jit: bool) -> None:
+    """With transformers' JIT checkpoints too: its handler hears of the signal when the step is durable."""
+    arguments = {"eval_strategy": "steps", "eval_steps": 3}
+    out, store = tmp_path / "out", tmp_path / "run"
+    for step in (4, 8):  # the first is logged alone, the second is evaluated before it is saved
+        ended = finished(out, store, step, "delta", {**arguments, "enable_jit_checkpoint": jit}, number=signal.SIGTERM)
+        assert ended == (0 if jit else -signal.SIGTERM)
+        assert ckptstore.open(store).latest_step() == step + 1, "the step in which the signal came"
+    assert list(out.iterdir()) == [], "no folder beside the store"
+    assert finished(out, store, -1, "delta", arguments) == 0
+    assert losses(tmp_path / "out.losses") == whole
 
 
 def test_a_plain_trainer_resumes_from_the_layout(tmp_path: Path, whole: dict[tuple[int, str], str]) -> None:
@@ -154,7 +169,7 @@ def test_from_pretrained_loads_the_layout(tmp_path: Path) -> None:
     expected = trainer.model.state_dict()
     assert model.state_dict().keys() == expected.keys()
     assert all(torch.equal(one, expected[name]) for name, one in model.state_dict().items())
-    with pytest.raises(UsageError, match="exists: a layout is written into a new folder"):
+    with pytest.raises(UsageError, match="exists: it is written as a new folder"):
         ckptstore.open(tmp_path / "run").export_folder("latest", tmp_path / "exported", "hf")
 
 
@@ -191,6 +206,8 @@ def test_what_does_not_continue_the_store_is_refused(tmp_path: Path) -> None:
         CkptstoreCallback(tmp_path / "x", model=1)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="agent=True"):
         CkptstoreCallback(tmp_path / "x", agent=True)
+    with pytest.raises(UsageError, match="only: the Trainer resumes from a folder with the whole model"):
+        CkptstoreCallback(tmp_path / "x", only="trainable")
     with pytest.raises(UsageError, match="every: 0"):
         CkptstoreCallback(tmp_path / "x", every=0)
     with ckptstore.open(tmp_path / "bare").writer() as writer:

@@ -46,7 +46,7 @@ LONGER = ("accumulate", "generator", "steps", "workers")
 IN_PROCESS = [
     pytest.param(name, marks=long_only if name in LONGER else ())
     for name in CASES
-    if name not in ("killed", "ddp", "fsdp")
+    if name not in ("killed", "killed-workers", "ddp", "fsdp")
 ]
 STOPS = (1, 10, 11) if not LONG else (1, 2, 5, 10, 11, 12, 13, 20, 22, 23, 24)
 """At the end of an epoch and in its middle, also where `limit` ends one."""
@@ -99,10 +99,13 @@ def test_the_callback_changes_nothing_in_a_run(tmp_path: Path) -> None:
         assert lines(tmp_path / f"{case}-alone") == lines(tmp_path / f"{case}-saved")
 
 
-def test_a_run_that_is_killed_five_times_at_random_continues_bit_for_bit(tmp_path: Path, warm_lightning: Warm) -> None:
+@pytest.mark.parametrize("case", [pytest.param("killed", marks=long_only), "killed-workers"])
+def test_a_run_that_is_killed_five_times_at_random_continues_bit_for_bit(
+    tmp_path: Path, warm_lightning: Warm, case: str
+) -> None:
     def start(store: str, losses: str) -> Any:
         command = [sys.executable, "-m", "tests.integrations.lightning_job"]
-        return warm_lightning.start([*command, str(tmp_path / store), str(tmp_path / losses), "killed"])
+        return warm_lightning.start([*command, str(tmp_path / store), str(tmp_path / losses), case])
 
     with start("alone", "wanted") as alone:
         assert alone.wait() == 0

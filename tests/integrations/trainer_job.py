@@ -48,13 +48,15 @@ class _Losses(TrainerCallback):
             file.write(json.dumps([state.global_step, found]) + "\n")
 
 
-class _Dies(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
+class _Signalled(TrainerCallback):
+    """Sends this process a signal when a step begins."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number = step, number
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
 
 
 def losses(path: Path) -> dict[tuple[int, str], str]:
@@ -103,13 +105,15 @@ def run(
     strategy: str = "full",
     arguments: dict[str, Any] | None = None,
     ref: str = "latest",
+    number: int = signal.SIGKILL,
     **options: Any,
 ) -> None:
     """Train, from the store's latest step; without a store from nothing.
 
     Args:
-        dies: the process is killed when this many steps are done.
+        dies: the process gets a signal when this many steps are done.
         ref: the checkpoint to resume from.
+        number: the signal.
         options: of the callback.
     """
     # A loader's worker that the forkserver makes does not notice that the trainer was killed.
@@ -117,6 +121,6 @@ def run(
     logging.disable(logging.WARNING)
     warnings.simplefilter("error", UserWarning)
     callback = None if store is None else CkptstoreCallback(store, strategy=strategy, **options)
-    callbacks = ([] if callback is None else [callback]) + [_Dies(dies)]
+    callbacks = ([] if callback is None else [callback]) + [_Signalled(dies, number)]
     trainer = made(out, *callbacks, **(arguments or {}))
     trainer.train(resume_from_checkpoint=None if callback is None else callback.latest(ref))

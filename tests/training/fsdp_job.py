@@ -163,6 +163,32 @@ def replicated(folder: Path) -> None:
     again(folder / "replicated", mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
 
 
+def mostly_frozen(folder: Path) -> None:
+    """Shards of frozen weights are stored once, and a run that is resumed has the bits of one that is not."""
+
+    def tuned(until: int, name: str) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 257).requires_grad_(False), nn.Linear(257, 3))
+        fully_shard(model)
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+        with Checkpointer(
+            folder / name, model=model, optimizer=optimizer, full_every=2, on_metrics=found.append, rank_timeout=60.0
+        ) as checkpointer:
+            for step in range(checkpointer.resume(), until):
+                model(torch.full((2, 256), float(step + dist.get_rank()))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+        return state_of(model, optimizer)
+
+    found: list[Any] = []
+    expected = tuned(6, "frozen-whole")
+    assert {one.kind for one in found} == {"full", "delta", "gradient"}
+    assert all(one.stored < 60_000 for one in found if one.kind != "full"), "132 kB of shards are frozen"
+    tuned(3, "frozen-parts")
+    same(tuned(6, "frozen-parts"), expected)
+
+
 def offloaded(folder: Path) -> None:
     """Parameters that lie in host memory between steps."""
     again(folder / "offloaded", offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -360,6 +386,8 @@ def refused(folder: Path) -> None:
         Checkpointer(folder / "refused", model=script.model, group=None).resume()
     with pytest.raises(UsageError, match="compressor"):
         Checkpointer(folder / "refused", model=script.model, compressor=TopKHook(density=0.1))
+    with pytest.raises(UsageError, match=r"only='trainable'.*shards"):
+        Checkpointer(folder / "refused", model=script.model, only="trainable")
 
 
 class Wide:
@@ -554,12 +582,44 @@ def first_terminated(folder: Path) -> None:
     terminated(folder, victim=0)
 
 
+SAMPLES = 96
+ENDS = {0: 4, 4: 10, 10: 15}
+"""The step at which a life of `loaded` begins -> where it is killed: 4 and 2 ranks with 2 samples in a batch; the last
+one ends the epoch."""
+
+
+def loaded(folder: Path) -> None:
+    """A life of a run that reads a shuffled epoch with a `DistributedSampler`; but for the last one SIGKILL ends it."""
+    script, rank = Script(), dist.get_rank()
+    data = torch.arange(SAMPLES)
+    sampler: Any = torch.utils.data.DistributedSampler(data, seed=7)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+    parts = {"model": script.model, "optimizer": script.optimizer, "scheduler": script.scheduler, "loader": loader}
+    warnings.simplefilter("ignore", DeterminismWarning)  # of other ranks: the generators are those of other ranks
+    with Checkpointer(folder / "loaded", **parts, strategy="gradient", rank_timeout=60.0) as checkpointer:
+        until = ENDS[checkpointer.resume()]
+        for batch in checkpointer.loader:
+            nn.functional.cross_entropy(script.model(batch % 13), batch % 13).backward()
+            script.optimizer.step()
+            script.scheduler.step()
+            script.optimizer.zero_grad()
+            with (folder / f"samples-{rank}").open("a") as file:
+                file.write("".join(f"{one}\n" for one in batch.tolist()))
+            checkpointer.step()
+            if checkpointer.steps_done == until < max(ENDS.values()):
+                checkpointer.wait()
+                dist.barrier()  # the step is durable on all ranks
+                os.kill(os.getpid(), signal.SIGKILL)
+        assert checkpointer.steps_done == until
+
+
 SCENARIOS: dict[str, Callable[[Path], None]] = {
     one.__name__: one
     for one in (
         resumed,
         precise,
         replicated,
+        mostly_frozen,
         offloaded,
         tensor_parallel,
         back,
@@ -572,6 +632,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         signalled,
         terminated,
         first_terminated,
+        loaded,
     )
 }
 

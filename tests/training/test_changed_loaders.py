@@ -34,7 +34,8 @@ from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.errors import FormatError  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
 from ckptstore.training.loaders import loader_contents  # noqa: E402
-from ckptstore.training.loaders.counted_batches import CountedBatches, counted  # noqa: E402
+from ckptstore.training.loaders.counted_batches import CountedBatches  # noqa: E402
+from ckptstore.training.loaders.loader_counting import counted  # noqa: E402
 from ckptstore.write.ranks.messages.key_value_store import Group  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402

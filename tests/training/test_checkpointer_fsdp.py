@@ -51,7 +51,7 @@ def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, .
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     folder = tmp_path_factory.mktemp("fsdp")
-    cut = ("resumed", "precise", "replicated", "offloaded", "tensor_parallel")
+    cut = ("resumed", "precise", "replicated", "mostly_frozen", "offloaded", "tensor_parallel")
     run(warm, folder, 2, *cut, "back", "as_one", "chosen", "refused", "changed", "signalled")
     for size in (0, 1, 4):
         shutil.copytree(folder / "parts-gradient", folder / f"parts-gradient-{size}")
@@ -80,6 +80,19 @@ def test_another_number_of_ranks_continues(job: Path, size: int, warm: Warm) -> 
 @long_only
 def test_tensor_parallel_ranks_whose_shards_are_cut_again(tmp_path: Path, warm: Warm) -> None:
     run(warm, tmp_path, 4, "tensor_parallel")
+
+
+@long_only
+def test_every_sample_of_an_epoch_comes_once_on_four_two_and_four_ranks(tmp_path: Path, warm: Warm) -> None:
+    for size, dies in ((4, True), (2, True), (4, False)):
+        run(warm, tmp_path, size, "loaded", expected=(-signal.SIGKILL if dies else 0,) * size)
+    found = [int(line) for one in tmp_path.glob("samples-*") for line in one.read_text().split()]
+    assert sorted(found) == list(range(fsdp_job.SAMPLES))
+    store = ckptstore.open(tmp_path / "loaded")
+    assert [one.ref for one in store.checkpoints()] == [
+        f"{step}@{1 + (step > 4) + (step > 10)}" for step in range(1, 16)
+    ]
+    assert store.verify(deep=True).ok
 
 
 def test_a_process_that_shards_nothing_continues(job: Path) -> None:

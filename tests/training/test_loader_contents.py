@@ -34,8 +34,8 @@ from torch.utils.data import (  # noqa: E402 - torch decides whether this file r
 
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
-from ckptstore.training.loaders.counted_batches import counted  # noqa: E402
 from ckptstore.training.loaders.loader_contents import composition, made_with, stream  # noqa: E402
+from ckptstore.training.loaders.loader_counting import counted  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 
 ANEW = "the epoch starts again"

@@ -281,3 +281,34 @@ def test_the_order_of_a_dict_of_optimizers_says_nothing(tmp_path: Path, order: t
     assert (said["optimizer 0"].split(",")[0], said["optimizer 1"].split(",")[0]) == ("SGD", "AdamW")
     with Checkpointer(tmp_path, **given(order[::-1]), strategy="full") as checkpointer:
         assert checkpointer.resume() == 1
+
+
+class Quantized(nn.Linear):  # type: ignore[misc]
+    """Cannot load what it saves, as layers with quantized weights."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}weight" in state:
+            raise RuntimeError("quantized weights cannot be loaded")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("other", ["", "bits", "trained", "more"])
+def test_a_frozen_layer_that_has_its_bits_already_is_not_loaded(tmp_path: Path, other: str) -> None:
+    layer = Quantized(4, 4).requires_grad_(False)
+    trained(tmp_path / "s", Two(c=layer))
+    again = Quantized(4, 4).requires_grad_(False)
+    with torch.no_grad():
+        again.weight.copy_(layer.weight)
+        again.bias.copy_(layer.bias)
+        if other == "bits":
+            again.weight[0, 0] += 1
+    again.requires_grad_(other == "trained")
+    if other == "more":
+        again.register_buffer("scale", torch.ones(1))
+    model = Two(c=again)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if not other:
+        assert resumed(tmp_path / "s", model, optimizer, {"parts": "model"}) == 3
+        return
+    with pytest.raises(RuntimeError, match="quantized weights cannot be loaded"):
+        resumed(tmp_path / "s", model, optimizer, {"parts": "model"})

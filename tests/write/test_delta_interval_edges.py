@@ -88,6 +88,15 @@ def test_a_gap_that_is_measured_again_moves_all() -> None:
     assert sizes.sizes[4] == pytest.approx(600 * 0.5**0.3)
 
 
+def test_of_long_gaps_one_in_each_octave_is_known() -> None:
+    schedule = Schedule(1 << 30)
+    run(schedule, 3000)
+    assert schedule.sizes is not None
+    assert sorted(schedule.sizes.sizes)[126:] == [127, 128, 256, 512, 1024, 2048]
+    decision = schedule.decide()
+    assert (decision.base, decision.gap, decision.keep) == (0, 3000, False)
+
+
 def test_the_best_interval_is_the_cheapest_that_fits() -> None:
     flat = DeltaSizes(1000.0, {1: 500.0, 128: 500.0})
     # Chains of one delta at most: the longer the cycle the better, until fulls are as rare as possible.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptstore.errors import MailboxError
-from ckptstore.write.ranks.messages.key_value_store import LocalMailbox
+from ckptstore.write.ranks.messages import key_value_store
+from ckptstore.write.ranks.messages.key_value_store import LocalMailbox, ReplyDeadline
 from tests.write.mailbox_conformance import Boxes, MailboxConformance
 
 
@@ -26,6 +27,37 @@ class TestLocalMailbox(MailboxConformance):
         ):
             with pytest.raises(MailboxError):
                 call()
+
+
+class Waiting:
+    """A clock that only sleeping puts forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.looks = 0.0, 0
+        monkeypatch.setattr(key_value_store, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def look(self, arrives: float) -> bool:
+        self.looks += 1
+        return self.now >= arrives
+
+
+@pytest.mark.parametrize(
+    ("arrives", "looks"), [(0.0, 1), (0.0005, 2), (0.005, 7), (0.02, 13), (0.1, 20), (1.0, 40), (10.0, 220)]
+)
+def test_a_letter_is_found_a_quarter_later_than_it_came_at_most(
+    monkeypatch: pytest.MonkeyPatch, arrives: float, looks: int
+) -> None:
+    monkeypatch.setattr(key_value_store, "LONGEST_PAUSE", 0.05)  # tests have a shorter one
+    clock = Waiting(monkeypatch)
+    assert ReplyDeadline(60).wait(lambda: clock.look(arrives))
+    assert clock.now <= arrives + min(0.05, max(0.001, arrives / 4)) + 1e-9
+    assert clock.looks <= looks, "each is a request to the host of the store"
 
 
 class TestTcpStore(MailboxConformance):

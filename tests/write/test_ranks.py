@@ -24,6 +24,7 @@ from ckptstore import (
     UnsupportedStateError,
     UsageError,
 )
+from ckptstore.write.ranks import rank_writer
 from ckptstore.write.ranks.gathered_parts import check_seen
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from tests.write.rank_states import PATIENT, assert_same, state
@@ -159,18 +160,61 @@ def test_a_state_that_one_rank_cannot_store_fails_at_once_on_all(tmp_path: Path)
     assert as_ranks(3, work) == [None] * 3
 
 
-def test_tensors_that_change_on_one_rank_alone_cost_one_step(tmp_path: Path) -> None:
+def test_tensors_that_change_on_one_rank_alone_are_agreed_again_at_once(tmp_path: Path) -> None:
+    """Its caller waits, so the state can be asked for again. First rank 0 gets another tensor, then rank 1."""
+
+    def work(group: Group) -> list[str]:
+        with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:
+            writer.save(state(0), 1)
+            found = []
+            for step in (2, 4):
+                mine = state(0, step) | ({"new": np.full(2, step)} if 2 * group.rank < step - 1 else {})
+                found += [writer.save(mine, step).ref, writer.save(mine, step + 1).ref]
+            return found
+
+    assert as_ranks(2, work) == [["2@1", "3@1", "4@1", "5@1"]] * 2
+    store = ckptstore.open(tmp_path)
+    for step in (2, 3, 4, 5):
+        assert_same(store.load(step)["new"], np.full(2, step // 2 * 2))
+
+
+def test_tensors_that_change_on_one_rank_alone_cost_an_asynchronous_save(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:
             writer.save(state(0), 1)
             for step in (2, 4):  # first rank 0 gets another tensor, then rank 1
                 mine = state(0, step) | ({"new": np.ones(2)} if 2 * group.rank < step - 1 else {})
-                with pytest.raises(RankMismatchError, match="other tensors than before"):
-                    writer.save(mine, step)
+                with pytest.raises(RankMismatchError, match="other tensors than before") as caught:
+                    writer.save_async(mine, step).result()
+                assert caught.value.agree_anew, "on each rank"
                 writer.save(mine, step + 1)
 
     assert as_ranks(2, work) == [None] * 2
-    assert ckptstore.open(tmp_path).latest_step() == 5
+    assert [info.step for info in ckptstore.open(tmp_path).checkpoints()] == [1, 3, 5]
+
+
+def test_tensors_that_do_not_make_one_state_are_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    prepare = rank_writer.prepare
+
+    def counted(resources: Any, *words: Any) -> Any:
+        tried.append(resources.group.rank)
+        return prepare(resources, *words)
+
+    monkeypatch.setattr(rank_writer, "prepare", counted)
+
+    def work(group: Group) -> None:
+        with (
+            ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer,
+            pytest.raises(RankMismatchError) as caught,
+        ):
+            writer.save({"w": np.ones(3 + group.rank)}, 1)
+        assert not caught.value.agree_anew
+
+    assert as_ranks(2, work) == [None] * 2
+    assert sorted(tried) == [0, 1]
 
 
 def test_tensors_added_or_removed_on_all_ranks_are_agreed_again(tmp_path: Path) -> None:

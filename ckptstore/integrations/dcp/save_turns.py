@@ -2,64 +2,110 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from types import TracebackType
+from typing import Final
 
-__all__ = ["SaveTurn", "SaveTurns"]
+__all__ = ["SaveTurn", "SaveTurns", "turns_of"]
+
+_PATIENCE: Final = 10.0
+"""Seconds to wait for an earlier save that has neither ended nor been given up."""
 
 
 class SaveTurns:
-    """Gives turns. Any thread may call it."""
+    """Gives the turns of one store. Any thread may call it."""
 
     def __init__(self, patience: float) -> None:
         """
         Args:
-            patience: seconds to wait for an earlier turn, which may have failed before it began.
+            patience: seconds to wait for an earlier turn.
         """
         self._patience = patience
-        self._waiting: list[SaveTurn] = []
-        self._changed = threading.Condition()
+        self._waiting: list[int] = []
+        self._last = 0
+        self._changed = threading.Condition(threading.RLock())  # a turn may be collected while this thread holds it
 
     def take(self) -> SaveTurn:
         """The next turn."""
-        turn = SaveTurn(self)
         with self._changed:
-            self._waiting.append(turn)
-        return turn
+            self._last += 1
+            self._waiting.append(self._last)
+            return SaveTurn(self, self._last)
 
-    def begin(self, turn: SaveTurn) -> None:
+    def begin(self, number: int) -> None:
         """Wait until all earlier turns are over. Turns that do not end in time are given up."""
         with self._changed:
-            self._changed.wait_for(lambda: turn not in self._waiting or self._waiting[0] is turn, self._patience)
-            if turn in self._waiting:
-                del self._waiting[: self._waiting.index(turn)]
+            self._changed.wait_for(lambda: number not in self._waiting or self._waiting[0] == number, self._patience)
+            if number in self._waiting:
+                del self._waiting[: self._waiting.index(number)]
 
-    def end(self, turn: SaveTurn) -> None:
-        """A turn is over."""
+    def end(self, number: int) -> None:
+        """A turn is over. May be repeated."""
         with self._changed:
-            if turn in self._waiting:
-                self._waiting.remove(turn)
+            if number in self._waiting:
+                self._waiting.remove(number)
             self._changed.notify_all()
 
-    def __reduce__(self) -> tuple[type[SaveTurns], tuple[float]]:
-        return SaveTurns, (self._patience,)
+    def over(self, number: int) -> bool:
+        """Whether a turn is over, or was given up."""
+        with self._changed:
+            return number not in self._waiting
 
 
 class SaveTurn:
-    """The turn of one save: its ``with`` begins after those of earlier turns have ended."""
+    """The turn of one save: its ``with`` begins after those of earlier turns have ended.
 
-    def __init__(self, turns: SaveTurns) -> None:
+    A turn that nobody refers to any more is over: the save failed before it wrote.
+    """
+
+    def __init__(self, turns: SaveTurns, number: int) -> None:
         """Use `SaveTurns.take`."""
         self._turns = turns
+        self._number = number
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self._turns.over(self._number)
+
+    def end(self) -> None:
+        """End it. May be repeated."""
+        self._turns.end(self._number)
 
     def __enter__(self) -> None:
-        self._turns.begin(self)
+        self._turns.begin(self._number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._turns.end(self)
+        self.end()
 
-    def __reduce__(self) -> tuple[type[SaveTurn], tuple[SaveTurns]]:
-        """In another process there is no other save: a turn of its own."""
-        return SaveTurn, (self._turns,)
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # the interpreter is ending
+            self.end()
+
+
+_guard = threading.Lock()
+_stores: Final[dict[str, SaveTurns]] = {}
+
+
+def turns_of(address: str) -> SaveTurns:
+    """The turns of a store in this process.
+
+    Args:
+        address: names the store.
+    """
+    with _guard:
+        return _stores.setdefault(address, SaveTurns(_PATIENCE))
+
+
+def _forget_all() -> None:
+    """A fork has none of the threads that hold turns, and perhaps copies of locked locks."""
+    global _guard
+    _guard = threading.Lock()
+    _stores.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

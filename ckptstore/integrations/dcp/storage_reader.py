@@ -22,9 +22,10 @@ from torch.futures import Future
 
 import ckptstore
 from ckptstore.errors import UsageError
+from ckptstore.formats.states.dcp_member import ABOUT, piece_name
 from ckptstore.frameworks.torch_tensors import torch_dtype
 from ckptstore.integrations.dcp.checkpoint_ids import names_store, place_of
-from ckptstore.integrations.dcp.stored_form import ABOUT, piece_name, planner_data, values_by_name
+from ckptstore.integrations.dcp.stored_form import planner_data, values_by_name
 
 __all__ = ["CkptstoreReader"]
 

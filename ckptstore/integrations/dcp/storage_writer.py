@@ -14,6 +14,8 @@ from __future__ import annotations
 import io
 import math
 import os
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeGuard
@@ -28,23 +30,33 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 import ckptstore
-from ckptstore.errors import CkptError, RankMismatchError, UsageError, WriterError
+from ckptstore.backends.store_names import canonical
+from ckptstore.errors import CkptError, UsageError, WriterError
+from ckptstore.formats.states.dcp_member import ABOUT, piece_name
 from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, names_store, place_of
-from ckptstore.integrations.dcp.save_turns import SaveTurn, SaveTurns
-from ckptstore.integrations.dcp.stored_form import ABOUT, as_bytes, piece_name, planner_form, tensors_in
+from ckptstore.integrations.dcp.save_turns import SaveTurn, turns_of
+from ckptstore.integrations.dcp.stored_form import as_bytes, planner_form, tensors_in
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.writer import Writer
 
 __all__ = ["CkptstoreWriter"]
 
 _WORLD: Final = "world"
-_turns: Final = SaveTurns(10.0)
+
+
+class _Call(threading.local):
+    """What DCP's calls for one save have said. All of them come from one thread, but for `CkptstoreWriter.stage`."""
+
+    checkpoint_id: str | os.PathLike[str] | None = None
+    place: CheckpointPlace | None = None
+    turn: SaveTurn | None = None
 
 
 class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
     """Writes what ``dcp.save`` and ``dcp.async_save`` pass on as one checkpoint of a store.
 
-    ``async_save`` copies the state by this class, as by torch's own writer, unless it is given an ``async_stager``.
+    ``async_save`` copies the state by this class, as by torch's own writer, unless it is given an ``async_stager``. An
+    object may be used again, but has one asynchronous save in flight at most: make one for each save.
 
     Attributes:
         saved: the checkpoint of the last save, on each rank; None before it.
@@ -55,6 +67,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         store: str | os.PathLike[str] | None = None,
         step: int | None = None,
         *,
+        replace: bool = False,
         group: Any = _WORLD,
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
@@ -66,6 +79,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         Args:
             store: path or URL. None: ``checkpoint_id`` names it, as ``runs/gpt/100`` or ``ckpt://runs/gpt/step-100``.
             step: the step of the checkpoint. None: ``checkpoint_id`` names it, else it is the next one.
+            replace: allow to save the newest step again, as `FileSystemWriter` does. See `Writer.save`.
             group: the process group whose ranks save together, the same that ``dcp.save`` uses. None: this process
                 alone, as with ``no_dist=True``. ``world``: all ranks, if `torch.distributed` is initialised.
             metadata, tags: see `Writer.save`.
@@ -80,30 +94,34 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         BlockingAsyncStager.__init__(self)
         self._url = None if store is None else os.fspath(store)
         self._step = step
+        self._replace = replace
         self._group = group
         self._labels = {"metadata": metadata, "tags": tags}
         self._storage_options = storage_options
         self._options = options
-        self._place: CheckpointPlace | None = None
-        self._turn: SaveTurn | None = None
-        self.checkpoint_id: str | os.PathLike[str] | None = None
+        self._call = _Call()
+        self._staged: SaveTurn | None = None
+        self._in_flight: weakref.ref[SaveTurn] | None = None
         self.saved: CheckpointInfo | None = None
 
     # -- DCP's interface
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A save begins. See `place_of` for `checkpoint_id`."""
-        self.checkpoint_id = checkpoint_id
-        self._place = None
+        self._call.checkpoint_id = checkpoint_id
+        self._call.place = self._call.turn = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Find out which store and step it is."""
         del is_coordinator, args, kwargs
-        self._place = place_of(self.checkpoint_id, self._url, self._step)
+        # From here on the turn belongs to this thread: if the planner fails, it ends with the thread.
+        self._call.turn, self._staged = self._staged, None
+        self._call.place = self._find_place()
 
     def storage_meta(self) -> StorageMeta | None:
         """The ``checkpoint_id``."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id if self.checkpoint_id is not None else self._url)
+        found = self._call.checkpoint_id
+        return StorageMeta(checkpoint_id=found if found is not None else self._url)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan, unchanged."""
@@ -115,8 +133,22 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         return [replace(plan, storage_data=pieces) for plan in plans]
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy the state for ``async_save``. Saves are written in the order of these calls."""
-        self._turn = _turns.take()
+        """Copy the state for ``async_save``. The saves of a store are written in the order of these calls.
+
+        DCP does not say here which ``checkpoint_id`` it is: so saves whose store that alone names wait for each other.
+
+        Raises:
+            UsageError: the last asynchronous save of this object is in flight.
+        """
+        before = None if self._in_flight is None else self._in_flight()
+        if before is not None and not before.over:
+            raise UsageError(
+                "this CkptstoreWriter has an asynchronous save in flight: make a CkptstoreWriter for each save (they "
+                "share the writer of the store), or wait for the result first"
+            )
+        del before
+        self._staged = turns_of("" if self._url is None else canonical(self._url)).take()
+        self._in_flight = weakref.ref(self._staged)
         return super().stage(state_dict)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -125,7 +157,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         Raises:
             as `Writer.save`; an error of one rank is a `RankError` on all others.
         """
-        turn, self._turn = self._turn, None
+        turn, self._call.turn = self._call.turn, None
         if turn is None:
             return self._written(plan, planner)
         with turn:
@@ -139,18 +171,10 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         except Exception as error:
             self._give_up(writer, error)
             raise
-        try:
-            self.saved = self._save(writer, state)
-        except RankMismatchError:
-            # DCP's planner has given tensors to other ranks, so only some ranks have others than before. All ranks have
-            # this error, and agree anew at the next save.
-            self.saved = self._save(writer, state)
+        step = self._find_place().step
+        self.saved = writer.save(state, step, replace=self._replace, **self._labels)  # type: ignore[arg-type]
         done.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
         return done
-
-    def _save(self, writer: Writer, state: dict[str, Any]) -> CheckpointInfo:
-        assert self._place is not None
-        return writer.save(state, self._place.step, **self._labels)  # type: ignore[arg-type]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Nothing is left to do: the checkpoint says by itself what it holds."""
@@ -162,10 +186,16 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
 
     # -- the store
 
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str] | None:
+        """What DCP passed on for the save that this thread makes."""
+        return self._call.checkpoint_id
+
+    def _find_place(self) -> CheckpointPlace:
+        return self._call.place or place_of(self._call.checkpoint_id, self._url, self._step)
+
     def _writer(self) -> Writer:
-        if self._place is None:
-            self._place = place_of(self.checkpoint_id, self._url, self._step)
-        store = ckptstore.open(self._place.url, create=True, storage_options=self._storage_options)
+        store = ckptstore.open(self._find_place().url, storage_options=self._storage_options)
         group = self._group
         if isinstance(group, str):
             group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -177,9 +207,19 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
     def _give_up(self, writer: Writer, error: Exception) -> None:
         """Tell the other ranks that this one has no share."""
         if isinstance(writer, ckptstore.RankWriter):
-            assert self._place is not None
             why = error if isinstance(error, CkptError) else WriterError(f"DCP's planner failed: {error!r}")
-            writer.forgo(self._place.step, why)  # type: ignore[arg-type]
+            writer.forgo(self._find_place().step, why, replace=self._replace)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process of its own: it has the save that is sent, and this object has none in flight any more."""
+        if self._staged is not None:
+            self._staged.end()
+            self._staged = None
+        return {**self.__dict__, "_call": None, "_in_flight": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._call = _Call()
 
 
 def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:

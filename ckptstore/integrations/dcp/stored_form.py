@@ -1,29 +1,19 @@
 """How a checkpoint of DCP stands in a store: a flat dict by DCP's names, and a member that describes it.
 
-The member `ABOUT` is a dict of
-
-- ``planner``: name -> its path in the nested state, as DCP's planner data.
-- ``bytes``: name -> True: the tensor of bytes is what DCP's planner made of a value.
-- ``parts``: name of a value -> the names of the tensors in it.
-- ``pieces``: name of a tensor -> name of each piece -> its offset, and the shape of the whole. Only of a tensor of
-  which some rank has several boxes that are not one box together: each is a tensor of its own.
-
-It is a dict of dicts, because those of all ranks are united key by key.
+`formats.states.dcp_member` says what that member has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.frameworks import bridge
 
-__all__ = ["ABOUT", "as_bytes", "piece_name", "planner_data", "planner_form", "tensors_in", "values_by_name"]
-
-ABOUT: Final = "ckptstore.dcp"
+__all__ = ["as_bytes", "planner_data", "planner_form", "tensors_in", "values_by_name"]
 
 
 def planner_form(planner: Any) -> dict[str, list[str | int]]:
@@ -54,11 +44,6 @@ def values_by_name(state: Any, before: str = "") -> Iterator[tuple[str, Any]]:
             yield from values_by_name(value, f"{name}.")
         else:
             yield name, value
-
-
-def piece_name(name: str, offset: Sequence[int]) -> str:
-    """The name of a piece of a tensor."""
-    return f"{name}[{','.join(map(str, offset))}]"
 
 
 def as_bytes(data: bytes | memoryview) -> torch.Tensor:

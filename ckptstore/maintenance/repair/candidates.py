@@ -90,7 +90,8 @@ def _is_news(log: Log, node: Node, segments: Iterable[str]) -> bool:
         return True
     newest = catalog.checkpoints.highest(catalog.term)
     opened = catalog.terms[catalog.term]
-    below = newest[1] if newest is not None else -1 if opened.parent is None else opened.parent.step
+    first = 0 if opened.parent is None else opened.parent.step  # a checkpoint may replace the parent
+    below = first - 1 if newest is None else newest[1]
     return node[0] == catalog.term and node[1] > below and node[1] not in catalog.spent
 
 

@@ -58,6 +58,7 @@ class StatePlan:
     def __init__(self, captured: ScriptState, whole: FlatState, light: FlatState, watched: tuple[Any, Any]) -> None:
         """Use `made`."""
         self._captured = captured
+        self._left_out = captured.left_out
         self._tree = whole.tree
         self._watched = (*watched[0], *watched[1])
         self.tensors = whole.tensors
@@ -102,7 +103,7 @@ class StatePlan:
         if not all(one.unchanged() for one in self._watched) or not self._tensors.unchanged():
             return None
         light = bridge.flattened(self._captured.state(step, ranks, standing=True))
-        if _described(light) != self._light:
+        if _described(light) != self._light or self._captured.left_out != self._left_out:
             return None
         if any(source.identity in self._identities for source in light.tensors.values()):
             return None  # tied to a planned tensor: its name would be there twice

@@ -34,6 +34,7 @@ from ckptstore.training.capture.identity_guard import (
     is_plain_optimizer,
 )
 from ckptstore.training.environment import described
+from ckptstore.training.frozen_weights import FrozenWeights
 from ckptstore.training.loaders.loader_plans import is_stateful
 from ckptstore.training.parameter_names import bare, bare_state, parameter_paths
 from ckptstore.training.resume import module_fit, optimizer_fit, schedules
@@ -66,6 +67,7 @@ class ScriptState:
         scaler: Any = None,
         extra: Mapping[str, Any] | None = None,
         compressor: Any = None,
+        only: str | None = None,
     ) -> None:
         """Check the objects.
 
@@ -78,9 +80,10 @@ class ScriptState:
             extra: other objects by name: with ``state_dict`` and ``load_state_dict``, or generators of torch, numpy or
                 Python.
             compressor: a `TopKHook`. It gets the names of the parameters.
+            only: ``trainable``: leave frozen weights of ``model`` out (`FrozenWeights`).
 
         Raises:
-            UsageError: an object of the wrong kind.
+            UsageError: an object of the wrong kind; frozen weights in shards cannot be left out.
         """
         self.given = given = ScriptObjects(model, optimizer, scheduler, loader, scaler, extra, compressor)
         self.loader = given.loader
@@ -92,6 +95,14 @@ class ScriptState:
         self.models: list[torch.nn.Module] = flat(given.model)
         self.optimizers: list[torch.optim.Optimizer] = flat(given.optimizer)
         self.sharding = sharding(one for model in self.models for one in model.parameters())
+        self._frozen: FrozenWeights | None = None
+        if only == "trainable":
+            if self.sharding:
+                raise UsageError(
+                    "only='trainable': frozen weights are compared whole when a run is resumed, and a rank has shards "
+                    "of DTensors (FSDP2): leave it out. strategy='delta' stores frozen weights once"
+                )
+            self._frozen = FrozenWeights(self.models)
         if compressor is not None:
             if self.sharding:
                 raise UsageError(
@@ -101,6 +112,24 @@ class ScriptState:
             models = [(f"model{place}", one) for place, one in placed(given.model)]
             names = {id(one): path for path, one in reversed(parameter_paths(models).items())}  # tied: the first
             compressor.named((names[id(one)], one) for model in self.models for one in model.parameters())
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether frozen weights are left out of the state."""
+        return self._frozen is not None
+
+    @property
+    def left_out(self) -> tuple[frozenset[str], ...]:
+        """For each model, the names that the last `state` left out."""
+        return () if self._frozen is None else self._frozen.left_out
+
+    def note_frozen(self) -> None:
+        """Note the frozen weights as the script loaded them. Only the first call does anything.
+
+        Call it before a restore: weights that a checkpoint changes have to be stored again.
+        """
+        if self._frozen is not None:
+            self._frozen.note()
 
     @property
     def scaled(self) -> bool:
@@ -127,7 +156,9 @@ class ScriptState:
             standing: leave out what `with_standing` puts in.
         """
         found: dict[str, Any] = {"format": FORMAT, "step": step}
-        found["model"] = None if standing else states(self._model, _state_of_module)
+        if self._frozen is not None:
+            self._frozen.compare()
+        found["model"] = None if standing else states(self._model, self._state_of_module)
         if self._optimizer is not None:
             found["optimizer"] = states(self._optimizer, _numbers if standing else _state_of_optimizer)
         if self._scheduler is not None:
@@ -147,9 +178,15 @@ class ScriptState:
         found["environment"] = self.environment(ranks)
         return found
 
+    def _state_of_module(self, module: torch.nn.Module) -> Any:
+        state = bare_state(module.state_dict())
+        return state if self._frozen is None else self._frozen.without(module, state)
+
     def _script(self, *, standing: bool) -> dict[str, Any]:
         """The record that a resumed script is compared with."""
         found: dict[str, Any] = {"model": None if standing else states(self._model, module_fit.described)}
+        if self._frozen is not None:
+            found["left_out"] = states(self._model, self._frozen.record)
         if self._optimizer is not None:
             paths = {} if standing else self.given.paths()
             found["optimizer"] = (
@@ -237,10 +274,6 @@ class ScriptState:
 
 def _state_of(given: Any) -> Any:
     return given.state_dict()
-
-
-def _state_of_module(module: torch.nn.Module) -> Any:
-    return bare_state(module.state_dict())
 
 
 def _state_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:

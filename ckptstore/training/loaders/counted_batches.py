@@ -26,7 +26,7 @@ from ckptstore.training.loaders.loader_facts import Difference
 from ckptstore.training.loaders.loader_plans import FORMAT, LoaderPlan, is_stateful, keeps_iterator, plan_loader, read
 from ckptstore.training.loaders.rest_of_epoch import RestOfEpoch
 
-__all__ = ["CountedBatches", "counted", "is_stateful"]
+__all__ = ["CountedBatches"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 _OWN: Final = frozenset({"loader", "epoch", "given"})
@@ -96,7 +96,7 @@ class CountedBatches:
             if self._turn is turn:
                 self._check_drawn()
             try:
-                batch = next(batches)
+                batch = self._next(batches)
             except StopIteration:
                 if self._turn is turn:
                     self._finished = True
@@ -209,6 +209,10 @@ class CountedBatches:
             return iter(self.loader)
         self._epoch += self._begun is not None
         return self._begin()
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        """The next batch; StopIteration: there is none."""
+        return next(batches)
 
     def _begin(self) -> Iterator[Any]:
         self._given = self._start = 0
@@ -489,21 +493,3 @@ class CountedBatches:
                 "index, use num_workers=0, or filter this warning if loading a sample draws nothing"
             )
         return said
-
-
-class _CountedIterator(CountedBatches):
-    """For a loader that is its own iterator: `next` yields the next batch, too."""
-
-    _running: Iterator[Any] | None = None
-
-    def __next__(self) -> Any:
-        if self._running is None or self._sent is not None:
-            self._running = CountedBatches.__iter__(self)
-        return next(self._running)
-
-
-def counted(loader: Any) -> CountedBatches:
-    """What to iterate over instead of a loader."""
-    if isinstance(loader, CountedBatches):
-        return loader  # of another Checkpointer
-    return (_CountedIterator if hasattr(type(loader), "__next__") else CountedBatches)(loader)

@@ -294,11 +294,14 @@ def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[int]:
 def own_generators(loader: Any) -> dict[str, rng.Generator]:
     """The generators among the attributes of a loader, its samplers and its dataset, by place, each once."""
     batches = getattr(loader, "batch_sampler", None)
+    whole = getattr(batches, "batch_sampler", None)  # Accelerate's shares batches of this one among ranks
     holders = {
         "": loader,
         "sampler.": getattr(loader, "sampler", None),
         "batch_sampler.": batches,
         "batch_sampler.sampler.": sampler_of(loader),
+        "batch_sampler.batch_sampler.": whole,
+        "batch_sampler.batch_sampler.sampler.": getattr(whole, "sampler", None),
         "dataset.": getattr(loader, "dataset", None),
     }
     found: dict[str, rng.Generator] = {}
@@ -316,6 +319,8 @@ def _drawn_from(loader: Any) -> str | None:
     if order(loader) in (None, _IN_ORDER) or sharing_sampler(sampler_of(loader)) is not None:
         return None
     for sampler in (loader.sampler, loader.batch_sampler, sampler_of(loader)):
+        if isinstance(getattr(sampler, "initial_seed", None), int):  # Accelerate's, which makes its generator late
+            return "a seed of the sampler's own"
         if any(isinstance(one, rng.Generator) for one in getattr(sampler, "__dict__", {}).values()):
             return "a generator of the sampler's own"
     # torch's own sampler draws its seed from the global generator, after the loader has drawn one from its own.

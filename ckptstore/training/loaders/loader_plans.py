@@ -12,13 +12,18 @@ from ckptstore.training.loaders import loader_facts
 from ckptstore.training.loaders.loader_facts import Difference
 from ckptstore.training.loaders.rest_of_epoch import padding
 
-__all__ = ["FORMAT", "LoaderPlan", "is_stateful", "keeps_iterator", "plan_loader", "read"]
+__all__ = ["FORMAT", "LoaderPlan", "is_stateful", "keeps_iterator", "keeps_state", "plan_loader", "read"]
 
 FORMAT: Final = 2
 
 
 def is_stateful(value: object) -> bool:
-    """Whether it has ``state_dict`` and ``load_state_dict``."""
+    """Whether it has ``state_dict`` and ``load_state_dict``, and can use them.
+
+    A loader that Accelerate prepared always has them. They work if it was prepared with ``use_stateful_dataloader``.
+    """
+    if getattr(value, "use_stateful_dataloader", True) is False:
+        return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -71,7 +76,7 @@ def plan_loader(loader: Any, saved: Mapping[str, Any], made: Mapping[str, Any]) 
         said = _report(changed, "its own state says where it continues", prevents=True) if asks else ()
         return LoaderPlan("inner" if asks else "next", asks, 0, said)
     if saved["finished"]:
-        keeps = asks and (not isinstance(loader, DataLoader) or _keeps_state(loader))
+        keeps = asks and (not isinstance(loader, DataLoader) or keeps_state(loader))
         return LoaderPlan("next", keeps, 0, _report(changed, "another epoch begins with that", prevents=False))
     if not changed:
         return LoaderPlan("inner" if asks else "counted", asks, saved["given"])
@@ -109,7 +114,7 @@ class _MidEpoch:
         self.resized = self.old_size != self.size
         self.own = asks
         if asks and self.resized and isinstance(loader, DataLoader):
-            self.own = _keeps_state(loader)  # without its own position torchdata counts batches
+            self.own = keeps_state(loader)  # without its own position torchdata counts batches
         self.count, self.again = self.given, 0
         if self.sized and self.resized:
             self.count, self.again = divmod(self.samples, self.size)
@@ -268,7 +273,7 @@ def _rest_of_samples(position: int, now: Mapping[str, Any]) -> str:
     return f"{said}, and {more} are repeated so that all ranks get the same number" if more > 0 else said
 
 
-def _keeps_state(loader: DataLoader[Any]) -> bool:
+def keeps_state(loader: DataLoader[Any]) -> bool:
     """Whether a part of it may carry state from one epoch to the next."""
     parts = (loader.dataset, loader.sampler, loader.batch_sampler)
     return any(callable(getattr(one, "load_state_dict", None)) for one in parts)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from ckptstore.restore.load_targets import distinct_elements
+from ckptstore.training import frozen_weights
 from ckptstore.training.parameter_names import bare, bare_names, bare_state
 from ckptstore.training.resume.part_fit import Undo, described_form, form_of, some, uncastable
 
@@ -71,18 +72,26 @@ class ModuleFit:
         fitting: the part of the checkpoint's state that is restored, by the module's names.
     """
 
-    def __init__(self, path: str, module: torch.nn.Module, state: Any) -> None:
-        """Compare. Nothing is changed."""
+    def __init__(self, path: str, module: torch.nn.Module, state: Any, left_out: Any = None) -> None:
+        """Compare. Nothing is changed.
+
+        Args:
+            left_out: the checkpoint's record of frozen weights that it does not hold; None: it holds all.
+        """
         self.part = path.partition("[")[0].partition(".")[0]
         self.path = path
         self.differences: list[str] = []
         self.casts: list[tuple[str, torch.dtype, torch.dtype]] = []
         self._module = module
         self._state = state
+        self._left_out = frozen_weights.rows_of(left_out)
+        if self._left_out and isinstance(state, Mapping):
+            self.differences += frozen_weights.differences(path, module, left_out, bare_state(state))
         self._own = list(_own_ways(module))
         self.foreign = bool(self._own)
         self.fitting: dict[str, Any] = {}
         self._repeated: dict[str, torch.Tensor] = {}  # several elements share memory
+        self._standing: set[str] = set()  # has the checkpoint's bits already
         self._whole = "" in self._own
         if not self._whole:
             self._compare()
@@ -118,19 +127,29 @@ class ModuleFit:
     def put(self) -> None:
         """See `Fit`."""
         if self._whole:
-            self._module.load_state_dict(self._state)
+            if not self._left_out:
+                self._module.load_state_dict(self._state)
+                return
+            answer = self._module.load_state_dict(self._state, strict=False)
+            self._check_restored([name for name in answer.missing_keys if not self._is_left_out(name)], answer)
             return
         partial = bool(self.differences)
-        fitting = {name: one for name, one in self.fitting.items() if name not in self._repeated}
-        answer = self._module.load_state_dict(fitting, strict=not partial and not self._repeated)
-        # Prevents: a tensor that the module's own loading code silently did not restore.
-        missing = [name for name in answer.missing_keys if name not in self._repeated]
-        if not partial and (missing or answer.unexpected_keys):
-            raise RuntimeError(f"{self.path}: not restored: {', '.join([*missing, *answer.unexpected_keys][:8])}")
+        apart = self._repeated.keys() | self._standing
+        fitting = {name: one for name, one in self.fitting.items() if name not in apart}
+        strict = not partial and not apart and not self._left_out
+        answer = self._module.load_state_dict(fitting, strict=strict)
+        missing = [name for name in answer.missing_keys if name not in apart and not self._is_left_out(name)]
+        if not partial:
+            self._check_restored(missing, answer)
         for name, tensor in self._repeated.items():  # their base may have been restored above
             saved = self.fitting[name]
             if not torch.equal(tensor.detach(), saved.to(tensor.device, tensor.dtype)):
                 tensor.data = saved.to(tensor.device, tensor.dtype, copy=True)
+
+    def _check_restored(self, missing: Sequence[str], answer: Any) -> None:
+        # Prevents: a tensor that the module's own loading code silently did not restore.
+        if missing or answer.unexpected_keys:
+            raise RuntimeError(f"{self.path}: not restored: {', '.join([*missing, *answer.unexpected_keys][:8])}")
 
     def _compare(self) -> None:
         live = _flat_state(self._module)
@@ -150,11 +169,29 @@ class ModuleFit:
                 self.fitting[name] = value  # the module's own loading code understands it
             else:
                 self.differences.append(f"{self.path}.{name}: the script's has none (checkpoint: {_form(value)})")
+        for prefix in self._own:
+            self._standing |= self._frozen_alike(prefix, live, names)
+
+    def _frozen_alike(self, prefix: str, live: Mapping[str, Any], names: Mapping[str, str]) -> set[str]:
+        """The names in a module with its own loading code, if it is frozen and has the checkpoint's bits; else none.
+
+        Some layers cannot load what they have saved: those with quantized weights (bitsandbytes) have to be made from
+        the original weights. The script does that; here it is enough that they are the same.
+        """
+        mine = {names[name]: one for name, one in live.items() if names[name].startswith(prefix)}
+        its = {name: one for name, one in self.fitting.items() if bare(name).startswith(prefix)}
+        if any(isinstance(one, torch.Tensor) and one.requires_grad for one in mine.values()):
+            return set()
+        there = {bare(name): one for name, one in its.items()}
+        stored = {name: one for name, one in mine.items() if not self._is_left_out(name)}
+        if stored.keys() != there.keys() or not all(_equal(one, there[name]) for name, one in stored.items()):
+            return set()
+        return set(its) | {name for name in live if names[name].startswith(prefix)}
 
     def _compare_one(self, name: str, plain: str, live: Any, saved: Mapping[str, Any], first: dict[Any, str]) -> None:
         path = f"{self.path}.{plain}"
         if plain not in saved:
-            if not self._is_own(plain):
+            if not self._is_own(plain) and not self._is_left_out(plain):
                 self.differences.append(f"{path}: the checkpoint has none (script: {_form(live)})")
             return
         value = saved[plain]
@@ -178,6 +215,9 @@ class ModuleFit:
                 self.casts.append((path, its[0], mine[0]))
             if _repeats(live):
                 self._repeated[name] = live
+
+    def _is_left_out(self, name: str) -> bool:
+        return frozen_weights.leaves_out(bare(name), self._left_out)
 
     def _is_own(self, name: str) -> bool:
         return any(name.startswith(prefix) for prefix in self._own)
@@ -223,6 +263,16 @@ def _alike(one: Any, other: Any) -> bool:
         # Bits, not numbers: NaN is equal to itself here.
         return form_of(one) == form_of(other) and torch.equal(_bytes(one), _bytes(other))
     return not isinstance(one, torch.Tensor) and bool(one.name == other.name or one.digest in (None, other.digest))
+
+
+def _equal(mine: Any, its: Any) -> bool:
+    """Whether a module's tensor or other value has the checkpoint's bits."""
+    if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor):
+        return form_of(mine) is not None and _alike(mine.detach(), its.to(mine.device))
+    try:
+        return type(mine) is type(its) and bool(mine == its)
+    except Exception:  # noqa: BLE001  # a value of any type: what cannot be compared is loaded
+        return False
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -190,11 +190,12 @@ class Comparison:
                 yield f"{part}.{key}", one, state[key], _member(about, key)
 
     def _models(self, state: Any) -> None:
+        left_out = {f"model{place}": record for place, record in placed(self._about.get("left_out"))}
         for path, module, its, about in self._each("model", state):
-            self._module(path, module, its, about)
+            self._module(path, module, its, about, left_out.get(path))
 
-    def _module(self, path: str, module: torch.nn.Module, state: Any, about: Any) -> None:
-        self.fits.append(ModuleFit(path, module, state))
+    def _module(self, path: str, module: torch.nn.Module, state: Any, about: Any, left_out: Any = None) -> None:
+        self.fits.append(ModuleFit(path, module, state, left_out))
         if self._whole:  # with parts= the run is another one anyway
             self.warnings += otherwise_trained(path, module, about, state)
 

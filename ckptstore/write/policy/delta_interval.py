@@ -126,6 +126,8 @@ class DeltaSizes:
 
     def observe(self, gap: int, nbytes: float) -> None:
         """Learn that a delta over `gap` checkpoints took `nbytes`. Other gaps follow a little: training drifts."""
+        if gap > CANDIDATES[-1]:
+            gap = 1 << (gap.bit_length() - 1)  # Prevents: as many known gaps as the run has checkpoints.
         before = self.sizes.get(gap)
         if before is None:
             self.sizes[gap] = nbytes

@@ -1,13 +1,17 @@
 """Agree which rank writes what: once, and again whenever a rank's tensors change.
 
 A rank whose tensors have not changed posts ``=`` and the agreement's id as its ``items``, and continues without
-waiting.
+waiting. So if the tensors of only some ranks have changed, the others learn it when they have written. Nothing is
+committed then, and the ranks agree anew about all tensors: at once if their callers still wait, and can be asked for
+the state again (`agreeing_anew`: of a blocking save); otherwise all ranks raise `RankMismatchError`, and agree at their
+next save.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptstore.errors import CkptError, MissingRankError, RankMismatchError
 from ckptstore.formats.checksums import xxh3_128
@@ -17,8 +21,9 @@ from ckptstore.write.ranks.messages.rank_messages import CommitVerdict, pack, un
 from ckptstore.write.ranks.messages.step_messages import Exchange
 from ckptstore.write.ranks.shares import Holding
 
-__all__ = ["Agreement", "agree", "check_kept"]
+__all__ = ["Agreement", "agree", "agreeing_anew", "check_kept"]
 
+_T = TypeVar("_T")
 _KEPT = b"="
 
 
@@ -71,6 +76,19 @@ def agree(
     return Agreement(found["id"], holding.id, decode_rows(found["writes"]), frozenset(found["compared"]))
 
 
+def agreeing_anew(attempt: Callable[[], _T]) -> _T:
+    """Call `attempt`, and once more if it failed only because the tensors of some ranks have changed.
+
+    Every rank has that error, and none has an agreement any more: so all of them call it once more, and agree.
+    """
+    try:
+        return attempt()
+    except RankMismatchError as error:
+        if not error.agree_anew:
+            raise
+    return attempt()
+
+
 def _divide(exchange: Exchange, holding: Holding, deadline: ReplyDeadline, replicas_apart: bool) -> Agreement:
     """Rank 0: gather what all ranks have, divide it, and tell each rank what it writes."""
     try:
@@ -99,7 +117,8 @@ def check_changed(exchange: Exchange, letters: list[bytes]) -> None:
     if kept:
         raise RankMismatchError(
             f"step {exchange.step} was not saved: rank 0 has other tensors than before, rank {kept[0]} has not; if "
-            "a rank has tensors of its own, name them in RankOptions(per_rank=[...]). The next save works"
+            "a rank has tensors of its own, name them in RankOptions(per_rank=[...]). The next save works",
+            agree_anew=True,
         )
 
 
@@ -116,7 +135,8 @@ def check_kept(exchange: Exchange, agreement: Agreement, deadline: ReplyDeadline
             continue
         error = RankMismatchError(
             f"step {exchange.step} was not saved: rank {rank} has other tensors than before, rank 0 has not; if a rank "
-            "has tensors of its own, name them in RankOptions(per_rank=[...]). The next save works"
+            "has tensors of its own, name them in RankOptions(per_rank=[...]). The next save works",
+            agree_anew=True,
         )
         exchange.post("division", CommitVerdict(error=error).packed(), rank)
         raise error

@@ -25,6 +25,7 @@ from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.progress import Progress
 from ckptstore.host.signal_reentry import codes_of, refuse_within
 from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.write.ranks.rank_agreement import agreeing_anew
 from ckptstore.write.ranks.rank_resources import RankResources
 from ckptstore.write.ranks.rank_save import RankSave
 from ckptstore.write.ranks.rank_term import RankTerm
@@ -96,6 +97,11 @@ class RankWriter(Writer):
         self, state: Any, step: int | None, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
         """See `Writer.save`. The shares of all ranks are durable when this returns."""
+        return agreeing_anew(lambda: self._save_once(state, step, labels, updates, progress))
+
+    def _save_once(
+        self, state: Any, step: int | None, labels: Labels, updates: Updates | None, progress: Progress | None
+    ) -> CheckpointInfo:
         began = time.monotonic()
         one = self._begin(state, step, labels, updates, progress, began)
         written: Future[None] | None = None
@@ -149,19 +155,25 @@ class RankWriter(Writer):
         updates = (given.updates or None) if self._explaining.wanted else None  # no warning that they are not used
         return self._begun_async(self._begin(given, step_number(step), labels, updates, None, began, asynchronous=True))
 
-    def forgo(self, step: int, error: CkptError) -> None:
+    def forgo(self, step: int | None, error: CkptError, *, replace: bool = False) -> None:
         """Report that this rank has no state of a step that the other ranks save: the step fails at once on all ranks.
 
+        The other ranks raise `FailedRankError` with the reason, and need not wait until `RankOptions.timeout` is over.
+        Nothing is committed, and the next step may be saved. On rank 0 it is the same.
+
         Args:
+            step, replace: what the other ranks pass to `save` or `save_async`. None: the next step.
             error: why.
 
         Raises:
-            StepOrderError, WriterError: as `save_async`.
+            StepOrderError, WriterError: as `save_async`; with `replace` also as `rollback`.
         """
         self._check_open()
+        if replace and step is not None:
+            self._make_way(step)
         rank_term = self._work.rank_term
         rank_term.saves.check(step)
-        rank_term.saves.take(step)
+        step = rank_term.saves.take(step)
         one = RankSave(rank_term.saves, step, rank_term.exchange(step), asynchronous=True)
         self._flawed(one, error, time.monotonic())
 
@@ -194,6 +206,15 @@ class RankWriter(Writer):
         self._work.only_rank_0("changes tags")
         self._work.name(name, None)
 
+    def _make_way(self, step: int) -> None:
+        """See `Writer._make_way`. All ranks decide alike: once its outcome is known, a step is taken on all or none."""
+        self._check_open()
+        if self._work.rank_term.saves.newest_is(step):
+            self._drain()
+        if self._work.rank_term.saves.newest_is(step):  # it has not failed
+            self._rollback(f"{step}@{self.term}")
+        self._work.rank_term.saves.allow_replacing(step)
+
     def _rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """See `Writer.rollback`.
 
@@ -202,6 +223,7 @@ class RankWriter(Writer):
         self._check_open()
         text, unseen = text_of(ref), None
         self._drain()
+        self._work.settle_all()  # Prevents: a warning of lost steps, if the checkpoint is the newest.
         try:
             self._resources.failures.raise_unseen()
         except BaseException as error:  # noqa: BLE001  # the other ranks are told, then it is raised

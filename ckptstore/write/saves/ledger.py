@@ -228,8 +228,19 @@ class Saves:
         self.failures = failures
         self._taken = Spans()
         self._reached = 0 if parent is None else parent.step  # also by steps that failed
+        self._replaces = False
         self._pending: dict[int, Future[CheckpointInfo]] = {}
         self._lock = threading.Lock()
+
+    def newest_is(self, step: int) -> bool:
+        """Whether `step` is the highest step that is saved or in flight."""
+        with self._lock:
+            return self._taken.highest == step
+
+    def allow_replacing(self, step: int) -> None:
+        """Allow that `step` is taken once although the parent has it. Does nothing if the parent has another step."""
+        if self.parent is not None and step == self.parent.step:
+            self._replaces = True
 
     def check(self, step: int | None) -> None:
         """Raise `StepOrderError` if no checkpoint of this term may have this step, or no later one may."""
@@ -237,11 +248,12 @@ class Saves:
             return
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _MAX_STEP:
             raise StepOrderError(f"step {step!r}: a whole number from 0 to 2^53 - 1 is needed")
-        if self.parent is not None and step <= self.parent.step:
+        if self.parent is not None and step < self.parent.step + (not self._replaces):
+            again = "to replace that checkpoint pass replace=True; " if step == self.parent.step else ""
             raise StepOrderError(
                 f"step {step} is not above step {self.parent.step}, from which term {self.term} continues "
-                f"({self.parent.ref}); to go back further call writer.rollback(<an earlier checkpoint>), or open a "
-                "writer with parent=<an earlier checkpoint>"
+                f"({self.parent.ref}); {again}to go back further call writer.rollback(<an earlier checkpoint>), or "
+                "open a writer with parent=<an earlier checkpoint>"
             )
         with self._lock:
             self._check_order(step)
@@ -262,6 +274,7 @@ class Saves:
                 if step > _MAX_STEP:
                     raise StepOrderError(f"step {_MAX_STEP} was saved: there is no step above it")
             self._check_order(step)
+            self._replaces = False
             self._taken.add(step)
             self._reached = max(self._reached, step)
             return step
@@ -272,9 +285,10 @@ class Saves:
         if highest is None or step > highest:
             return
         what = "exists already" if step in self._taken else f"is not above step {highest}, which was saved"
+        again = "; to replace it pass replace=True" if step == highest else ""
         raise StepOrderError(
-            f"step {step} {what} in term {self.term}; to go back call writer.rollback(<an earlier checkpoint>), or "
-            "open a writer with parent=<an earlier checkpoint>"
+            f"step {step} {what} in term {self.term}{again}; to go back call writer.rollback(<an earlier checkpoint>), "
+            "or open a writer with parent=<an earlier checkpoint>"
         )
 
     def watch(self, step: int, done: Future[CheckpointInfo]) -> None:
@@ -292,6 +306,7 @@ class Saves:
             return
         with self._lock:
             self._taken.discard(step)
+        self.allow_replacing(step)  # it was allowed before
 
     def fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
         """Fail a step whose saver does not know yet: `done` or `failures` reports the error."""

@@ -2,11 +2,12 @@
 
     python -m tools.bench.training.dcp_turns --size 150kB --size 500MB --ranks 2
 
-Ranks are processes of a gloo group on this machine. A state is one DTensor in shards, replicated tensors, and values.
-Both ways take turns, save by save, so that other load affects both; the order changes from turn to turn. Seconds:
-``save`` until ``dcp.save`` returns, when the checkpoint is durable; ``stall`` until ``dcp.async_save`` returns;
-``first`` the first save of the process. The folder of `FileSystemWriter` is synced, too, because a file whose name is
-not durable is lost with the power. At the end each rank loads both and compares every number.
+Ranks are processes of a gloo group on this machine, which meet by TCP as under torchrun. A state is one DTensor in
+shards, replicated tensors, and values. Both ways take turns, save by save, so that other load affects both; the order
+changes from turn to turn. Seconds: ``save`` until ``dcp.save`` returns, when the checkpoint is durable; ``stall`` until
+``dcp.async_save`` returns; ``first`` the first save of the process. The folder of `FileSystemWriter` is synced, too,
+because a file whose name is not durable is lost with the power. At the end each rank loads both and compares every
+number.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import statistics
 import tempfile
 import time
@@ -109,11 +111,11 @@ def _compare(folder: Path, way: str, number: int, state: dict[str, Any]) -> None
     assert (found["step"], found["note"]) == (state["step"], state["note"]), way
 
 
-def _rank(rank: int, ranks: int, folder: str, sizes: tuple[int, ...], pairs: int) -> None:
+def _rank(rank: int, ranks: int, port: int, folder: str, sizes: tuple[int, ...], pairs: int) -> None:
     """The work of one rank. Rank 0 writes the rows."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     rows: list[Row] = []
     first: dict[str, float] = {}
     for nbytes in sizes:
@@ -157,8 +159,11 @@ def measure(folder: Path, sizes: tuple[int, ...], ranks: int, pairs: int) -> lis
         sizes: bytes of the state of all ranks together.
         pairs: turns that count; one more comes before them.
     """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     context: Any = multiprocessing
-    context.spawn(_rank, (ranks, str(folder), sizes, pairs), nprocs=ranks)
+    context.spawn(_rank, (ranks, port, str(folder), sizes, pairs), nprocs=ranks)
     return [Row(**one) for one in json.loads((folder / "rows.json").read_text())]
 
 

@@ -37,6 +37,8 @@ _HEAD: Final = struct.Struct("<QQ")  # length, hash
 _FIRST_PAUSE: Final = 0.001
 LONGEST_PAUSE: Final = 0.05
 """Seconds between two looks for the letter of another rank: the first pause, and the longest."""
+_LATER: Final = 0.25
+"""Pauses in between are this part of the time waited, so that a letter is found at most so much later than it came."""
 
 
 class Mailbox(Protocol):
@@ -126,7 +128,7 @@ class LocalMailbox:
 
 @dataclass(slots=True)
 class ReplyDeadline:
-    """Waits for other ranks by polling: first often, then every 50 ms.
+    """Waits for other ranks by polling: first every millisecond, then ever less often, at least every 50 ms.
 
     A wait in the store itself would hold its connection and could not be interrupted.
 
@@ -147,14 +149,15 @@ class ReplyDeadline:
 
         May be called again, for the time that is left.
         """
-        pause = _FIRST_PAUSE
+        began = time.monotonic()
         while not done():
             self.ended()
-            left = self._until - time.monotonic()
+            now = time.monotonic()
+            left = self._until - now
             if left <= 0:
                 return False
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = max(_FIRST_PAUSE, _LATER * (now - began))
+            time.sleep(min(pause, LONGEST_PAUSE, left))
         return True
 
 

@@ -14,7 +14,14 @@ from typing import Any, Final
 import zstandard
 
 from ckptstore import errors
-from ckptstore.errors import CkptError, DivergedReplicasError, FailedRankError, FormatError, StorageError
+from ckptstore.errors import (
+    CkptError,
+    DivergedReplicasError,
+    FailedRankError,
+    FormatError,
+    RankMismatchError,
+    StorageError,
+)
 from ckptstore.formats import jsontext
 from ckptstore.formats.history.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment_files.layout import chunk_extents
@@ -45,7 +52,6 @@ _KNOWN: Final = {
         errors.MissingRankError,
         errors.FailedRankError,
         errors.UnmadeStateError,
-        errors.RankMismatchError,
         errors.MailboxError,
         errors.AgentLostError,
     )
@@ -246,6 +252,8 @@ def _error_members(error: CkptError) -> dict[str, Any]:
     members: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
     if isinstance(error, DivergedReplicasError):
         members |= {"tensor": error.tensor, "rank": error.rank, "step": error.step}
+    if isinstance(error, RankMismatchError):
+        members["agree_anew"] = error.agree_anew
     return members
 
 
@@ -253,6 +261,8 @@ def _error(members: Mapping[str, Any]) -> CkptError:
     kind, text = members["kind"], members["text"]
     if kind == DivergedReplicasError.__name__:
         return DivergedReplicasError(text, members["tensor"], members["rank"], members["step"])
+    if kind == RankMismatchError.__name__:
+        return RankMismatchError(text, agree_anew=members["agree_anew"])
     if kind in _KNOWN:
         return _KNOWN[kind](text)
     if kind == StorageError.__name__:
