@@ -33,9 +33,9 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "repair": ("repair", "Make a new store from the intact parts of a damaged one."),
     },
     "Restore, import and copy": {
-        "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file, or to a folder of Hugging Face's."),
+        "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file, or as a framework reads it."),
         "publish": ("publish", "Keep a folder or a bucket's prefix of weights in step with a run."),
-        "import": ("import_", "Store .safetensors and .pt files as checkpoints."),
+        "import": ("import_", "Store files and folders of other tools as checkpoints."),
         "copy": ("copy", "Copy checkpoints to another place."),
         "sync": ("sync", "Copy to a second tier what is missing there."),
     },

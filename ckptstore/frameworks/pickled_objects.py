@@ -3,7 +3,7 @@
 Training scripts store them beside the weights. A pickle makes an object by a call of a global. The functions here have
 the names of those globals, check their arguments, and make values only: they import, open and allocate nothing that the
 pickle names. Classes of anything else (an enum, a dataclass, a namedtuple of a script) are never called. Neither is
-`collections.deque`, which torch's unpickler cannot fill.
+`collections.deque`, which torch's unpickler cannot fill: `inert_pickles` reads a file with one.
 """
 
 from __future__ import annotations

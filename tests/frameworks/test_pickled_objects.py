@@ -48,6 +48,7 @@ VALUES: list[Any] = [
     frozenset([1]),
     defaultdict(frozenset, {"a": frozenset([1])}),
     defaultdict(OrderedDict),
+    deque([1, [2]], maxlen=3),
 ]
 
 
@@ -88,7 +89,6 @@ HOSTILE: list[Any] = [
     Made(datetime.timezone, (datetime.timedelta(days=9),)),
     Made(argparse.Namespace, (), {1: 2}),
     Made(collections.OrderedDict, (Made(os.getcwd, ()),)),
-    deque([1]),
     Phase.WARM,
     print,
 ]
