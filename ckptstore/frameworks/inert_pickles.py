@@ -254,7 +254,11 @@ def _foreign(name: str, value: InertObject, part: Part) -> Foreign:
     """An object as values: its fields by name, or the value of an enum."""
     if value.elements or not (value.state is None or type(value.state) is dict):
         raise UnsupportedStateError(f"a {name} has parts without names, so it cannot be taken as values")
-    fields = part.pairs | (part.state or {})
+    members, attributes = part.pairs, part.state or {}
+    # Prevents: a member that is lost, because an attribute has its name.
+    if both := [str(key) for key, one in members.items() if key in attributes and attributes[key] is not one]:
+        raise UnsupportedStateError(f"a {name} has {both[0]!r:.80} as a member and as an attribute")
+    fields = members | attributes
     if not value.arguments and all(type(key) is str for key in fields):
         return Foreign(name, fields, "dataclass")
     if len(value.arguments) == 1 and not fields:

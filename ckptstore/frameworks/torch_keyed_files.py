@@ -177,11 +177,12 @@ def _alone(name: str) -> Any:
 
 def _makers(archive: _Archive) -> Mapping[str, Maker]:
     def tensor(part: Part) -> torch.Tensor:
-        return _tensor(archive, *part.arguments[:4])
+        stored, offset, size, stride, _grad, _hooks, *more = part.arguments
+        return _as_seen(_tensor(archive, stored, offset, size, stride), *more)
 
     def typed(part: Part) -> torch.Tensor:
-        stored, offset, size, stride, _grad, _hooks, dtype = part.arguments[:7]
-        return _tensor(archive, _Stored(stored.key, dtype), offset, size, stride)
+        stored, offset, size, stride, _grad, _hooks, dtype, *more = part.arguments
+        return _as_seen(_tensor(archive, _Stored(stored.key, dtype), offset, size, stride), *more)
 
     return {
         **{name: _called(function) for function, name in _TUPLES},
@@ -207,6 +208,16 @@ def _tensor(archive: _Archive, stored: Any, offset: Any, size: Any, stride: Any)
         return torch.empty(size, dtype=dtype)
     whole = image[: len(image) // dtype.itemsize * dtype.itemsize].view(dtype)
     return whole[offset : last + 1].as_strided(size, stride)
+
+
+def _as_seen(stored: torch.Tensor, said: Any = None) -> torch.Tensor:
+    """The tensor whose elements are stored. torch stores a conjugated or negative view as what it is a view of."""
+    if said is None:
+        return stored
+    if not isinstance(said, dict) or not said.keys() <= {"conj", "neg"}:
+        raise UnsupportedStateError(f"a tensor with metadata of its own: {said!r:.80}")
+    seen = torch.conj_physical(stored) if said.get("conj") else stored
+    return torch.neg(seen) if said.get("neg") else seen
 
 
 def _is_count(value: object) -> bool:

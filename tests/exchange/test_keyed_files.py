@@ -138,6 +138,20 @@ def test_objects_are_taken_as_values_on_request(tmp_path: Path) -> None:
     assert found["more"].value == {"a": 1}
 
 
+def test_views_that_are_conjugated_or_negative(tmp_path: Path) -> None:
+    whole = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"conj": whole.conj(), "neg": whole.clone().conj().imag, "whole": whole}
+    found, _ = imported(saved(tmp_path / "a.pt", {**state, "plain": Plain()}), leave_out_keys=["plain"])
+    same(found, {name: one.resolve_conj().resolve_neg() for name, one in state.items()})
+
+
+def test_a_member_with_the_name_of_an_attribute(tmp_path: Path) -> None:
+    more = Dict(a=1, b=2)
+    vars(more)["a"] = 5
+    with pytest.raises(UnsupportedStateError, match=r"more: a .*Dict has 'a' as a member and as an attribute"):
+        imported(saved(tmp_path / "a.pt", {"more": more}), objects=[f"{__name__}.*"])
+
+
 def test_objects_of_registered_classes_are_made_again(tmp_path: Path) -> None:
     from ckptstore.formats.states.registered_types import forget
 
