@@ -19,6 +19,21 @@ import torch
 import xxhash
 from safetensors import deserialize
 
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's bytes, as a view."""
@@ -60,6 +75,8 @@ class PublishedWeights:
         with torch.no_grad():  # nothing can fail from here on
             for name, image in staged.items():
                 own[name].copy_(image.view(own[name].dtype).reshape(own[name].shape))
+            for name, there in newest["tied"]:
+                own[name].copy_(own[there])  # does nothing if they are one tensor in the module, too
         self.version, self._manifest = pointer["version"], pointer["manifest"]
         return True
 
@@ -87,13 +104,18 @@ class PublishedWeights:
         names = {tensor["name"] for tensor in manifest["tensors"]}
         if unknown := (names | {name for name, _ in manifest["tied"]}) ^ own.keys():
             raise ValueError(f"the module and the weights differ in {sorted(unknown)[:5]}")
+        kinds = {}
         for tensor in manifest["tensors"]:
             name = tensor["name"]
             image = staged[name] if name in staged else as_bytes(own[name].cpu().contiguous())
-            if list(own[name].shape) != tensor["shape"] or len(image) != own[name].nbytes:
+            kinds[name] = (DTYPES.get(tensor["dtype"]), tensor["shape"])
+            if (own[name].dtype, list(own[name].shape)) != kinds[name] or len(image) != own[name].nbytes:
                 raise ValueError(f"{name}: {tensor['dtype']} {tensor['shape']} does not fit the module")
             if xxhash.xxh3_128_hexdigest(image.numpy()) != tensor["xxh3"]:
                 raise ValueError(f"{name}: damaged")
+        for name, there in manifest["tied"]:
+            if (own[name].dtype, list(own[name].shape)) != kinds[there]:
+                raise ValueError(f"{name}: the weight of {there} does not fit it")
 
 
 def main() -> None:

@@ -191,6 +191,31 @@ def test_a_live_module_is_updated_in_place(store: ckptstore.Store, tmp_path: Pat
         assert images(late.module.state_dict()) == images(trained.state_dict())
 
 
+def test_a_live_module_of_another_kind(store: ckptstore.Store, tmp_path: Path) -> None:
+    def net(dtype: torch.dtype, *, tied: bool, rows: int = 8) -> torch.nn.Module:
+        made = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, rows, bias=False))
+        if tied:
+            made[1].weight = made[0].weight
+        return made.to(dtype)
+
+    trained = net(torch.bfloat16, tied=True)
+    with (
+        store.writer(threads=1, poll_seconds=None) as writer,
+        store.publish(tmp_path / "published") as published,
+    ):
+        writer.save({"model": trained.state_dict()}, 1)
+        assert published.look() is not None
+    # The same number of bytes, but other numbers.
+    for live in (net(torch.float16, tied=True), net(torch.bfloat16, tied=False, rows=4)):
+        before = images(live.state_dict())
+        with pytest.raises(ValueError, match=r"does not fit"):
+            serving.PublishedWeights(tmp_path / "published", live).update()
+        assert images(live.state_dict()) == before
+    live = net(torch.bfloat16, tied=False)  # each of the two gets the weight
+    assert serving.PublishedWeights(tmp_path / "published", live).update()
+    assert images(live.state_dict()) == images(trained.state_dict())
+
+
 @pytest.mark.parametrize("layout", ["hf", "slime"])
 def test_damage_is_noticed_and_changes_nothing(store: ckptstore.Store, tmp_path: Path, layout: Any) -> None:
     trained, live = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(2))
