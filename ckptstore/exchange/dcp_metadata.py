@@ -195,9 +195,10 @@ def _item(name: str, place: Any) -> DcpItem:
             f"{name} was written through an extension ({place.fields['transform_descriptors']!r:.80}): save it without"
         )
     file, offset, length = (place.fields[one] for one in ("relative_path", "offset", "length"))
-    if not isinstance(file, str) or Path(file).name != file or min(offset, length) < 0:
-        raise FormatError(f"{name} lies at {file!r:.80}, bytes {offset!r:.20} to {length!r:.20}")
-    return DcpItem(file, int(offset), int(length))
+    named = isinstance(file, str) and Path(file).name == file and file not in ("", "..") and "\0" not in file
+    if not named or not all(type(one) is int and one >= 0 for one in (offset, length)):
+        raise FormatError(f"{name} lies at {file!r:.80}, {length!r:.20} bytes from byte {offset!r:.20}")
+    return DcpItem(file, offset, length)
 
 
 def _tensor(name: str, said: Any, items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]) -> DcpTensor:

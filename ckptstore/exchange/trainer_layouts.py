@@ -181,7 +181,7 @@ class _Contents:
         """Name of a file that was saved byte by byte -> its bytes. Raises `FormatError`: one is no name of a file."""
         found: dict[str, bytes] = {}
         for name, data in self._files.items():
-            if Path(name).name != name or name in ("", ".", ".."):
+            if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
                 raise FormatError(f"checkpoint {self._found.ref}: {name!r:.80} is no name of a file")
             if self._whole or name not in _OF_TRAINER:
                 found[name] = np.asarray(data, np.uint8).tobytes()

@@ -184,9 +184,13 @@ class Pointer:
         """The pointer in a file. Raises `FormatError` naming `what`."""
         members = _members(data, what)
         try:
-            chain = tuple(map(str, members["chain"]))
-            return cls(members["version"], members["manifest"], members["ref"], members["step"], chain)
-        except (KeyError, TypeError) as error:
+            version, chain = members["version"], members["chain"]
+            if type(version) is not int or not isinstance(chain, list) or folder_of(version) not in chain[-1:]:
+                raise ValueError("version and chain")
+            if any(not isinstance(folder, str) or version_of(folder) is None for folder in chain):
+                raise ValueError("chain")
+            return cls(version, members["manifest"], members["ref"], members["step"], tuple(chain))
+        except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{what}: not a pointer to published weights ({error})") from error
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from ckptstore.errors import FormatError, UnsupportedStateError
+from ckptstore.errors import FormatError, StorageError, UnsupportedStateError
 from ckptstore.frameworks import torch_files
 from ckptstore.frameworks.dcp_items import DcpItem
 from ckptstore.frameworks.torch_tensors import TorchSource
@@ -33,7 +34,7 @@ def value_of(folder: Path, item: DcpItem) -> Any:
     Raises:
         UnsupportedStateError: it would need pickled code.
         FormatError: it is damaged or missing.
-        OSError: it cannot be read.
+        StorageError: it cannot be read.
     """
     return torch_files.load_image(f"{folder / item.file}: bytes {item.offset} and following", _bytes(folder, item))
 
@@ -43,7 +44,7 @@ def joined(folder: Path, name: str, dtype: str, shape: Sequence[int], boxes: Seq
 
     Raises:
         FormatError: a box is damaged or missing, or has another dtype or shape than described.
-        OSError: a file cannot be read.
+        StorageError: a file cannot be read.
     """
     wanted = getattr(torch, dtype)
     whole = torch.empty(tuple(shape), dtype=wanted)
@@ -75,10 +76,16 @@ def _bytes(folder: Path, item: DcpItem) -> bytes:
     path = folder / item.file
     try:
         with path.open("rb") as file:
-            file.seek(item.offset)
-            image = file.read(item.length)
+            # Before the read, which allocates what a damaged description says.
+            if item.offset + item.length <= os.fstat(file.fileno()).st_size:
+                file.seek(item.offset)
+                image = file.read(item.length)
+            else:
+                image = b""
     except FileNotFoundError as error:
         raise FormatError(f"{path} is missing") from error
+    except OSError as error:
+        raise StorageError(error.errno, error.strerror, str(path)) from error
     if len(image) != item.length:
         raise FormatError(f"{path}: truncated: it ends before byte {item.offset + item.length}")
     return image

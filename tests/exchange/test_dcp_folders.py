@@ -13,7 +13,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptstore
-from ckptstore.errors import CkptError, CorruptionError, FormatError, UnsupportedStateError, UsageError
+from ckptstore.errors import (
+    CkptError,
+    CorruptionError,
+    FormatError,
+    StorageError,
+    UnsupportedStateError,
+    UsageError,
+)
 from ckptstore.exchange.dcp_metadata import read_dcp_metadata
 from ckptstore.exchange.import_files import import_files
 from tests.store.states import same
@@ -126,6 +133,39 @@ def test_damage_is_an_error_of_ours(tmp_path: Path) -> None:
         imported(tmp_path / "d")
     data.unlink()
     with pytest.raises(FormatError, match="is missing"):
+        imported(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ({"relative_path": "../d/__0_0.distcp"}, "lies at"),
+        ({"relative_path": ".."}, "lies at"),
+        ({"relative_path": ""}, "lies at"),
+        ({"relative_path": "a\0b"}, "lies at"),
+        ({"length": 1.5}, "lies at"),
+        ({"offset": -1}, "lies at"),
+        ({"length": 2**62}, "truncated"),  # more than memory has
+        ({"offset": 2**70}, "truncated"),
+    ],
+)
+def test_a_place_that_cannot_be(tmp_path: Path, place: dict[str, Any], said: str) -> None:
+    dcp.save({"number": 5}, checkpoint_id=tmp_path / "d")
+    described = tmp_path / "d" / ".metadata"
+    metadata = pickle.loads(described.read_bytes())  # noqa: S301  # this test's own
+    for item in metadata.storage_data.values():
+        vars(item).update(place)
+    described.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(FormatError, match=said):
+        imported(tmp_path / "d")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    dcp.save({"number": 5}, checkpoint_id=tmp_path / "d")
+    (data,) = (tmp_path / "d").glob("*.distcp")
+    data.unlink()
+    data.mkdir()
+    with pytest.raises(StorageError, match=data.name):
         imported(tmp_path / "d")
 
 

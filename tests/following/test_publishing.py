@@ -613,6 +613,21 @@ def test_what_is_refused(store: ckptstore.Store, save: Save, tmp_path: Path) -> 
         published.look()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"version": "1"}, {"version": None}, {"version": 2}, {"chain": []}, {"chain": ["../run", "weight_v000001"]}],
+)
+def test_a_pointer_that_cannot_be(store: ckptstore.Store, save: Save, tmp_path: Path, damage: dict[str, Any]) -> None:
+    save(1)
+    with store.publish(tmp_path / "a") as published:
+        assert published.look() is not None
+    pointer = tmp_path / "a" / "latest.json"
+    pointer.write_text(json.dumps(json.loads(pointer.read_text()) | damage))
+    save(2)
+    with store.publish(tmp_path / "a") as published, pytest.raises(FormatError, match="not a pointer"):
+        published.look()
+
+
 def test_a_medium_that_fails_leaves_the_former_version(
     store: ckptstore.Store, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
