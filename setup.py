@@ -26,6 +26,13 @@ class BuildCore(build_ext):
         except core_build.CannotCompileError as error:
             raise CompileError(f"the kernels will run in numpy, which is slower: {error}") from None
 
+    def copy_extensions_to_source(self) -> None:
+        """Copy what was compiled beside the sources. If that failed, no older module stays there."""
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            if not Path(self.build_lib, self.get_ext_filename(ext.name)).exists():
+                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+
 
 sources = [path.relative_to(core_build.NATIVE.parent).as_posix() for path in sorted(core_build.NATIVE.glob("*.[ch]"))]
 core = Extension(

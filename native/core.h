@@ -2,12 +2,17 @@
 #ifndef CKPTSTORE_CORE_H
 #define CKPTSTORE_CORE_H
 
+#include <float.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the loops work on little-endian words only; without them numpy does the work"
+#endif
+
+#if !defined(FLT_EVAL_METHOD) || FLT_EVAL_METHOD != 0
+#error "fp32 operations are rounded more than once here (x87); without the loops numpy does the work"
 #endif
 
 /* Arrays need no alignment, and one array is read with several types. */

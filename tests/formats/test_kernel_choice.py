@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -211,3 +213,21 @@ def test_the_first_save_of_a_small_state_imports_what_it_needs(tmp_path: Path, m
     command = [sys.executable, "-c", _FIRST, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"] * 3
+
+
+def test_a_build_in_place_that_fails_leaves_no_older_module(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    tree = tmp_path / "a clone"
+    shutil.copytree(root / "native", tree / "native")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, tree)
+    (tree / "formats").mkdir()
+    (tree / "ckptstore").mkdir()
+    older = tree / "formats" / "core.abi3.so"
+    older.write_bytes(b"of other sources")
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(
+        command, cwd=tree, env=os.environ | {"CC": "none"}, capture_output=True, text=True, check=True
+    )
+    assert "the kernels will run in numpy" in done.stdout + done.stderr
+    assert not older.exists()
