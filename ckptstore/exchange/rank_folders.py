@@ -127,7 +127,7 @@ def _universal(files: _Files) -> dict[str, Any]:
     for entry in files.within(files.folder / "zero"):
         if entry.is_dir():
             _parameter(files, entry, weights, states, more)
-        elif entry.suffix == ".pt":
+        elif entry.suffix == ".pt" and entry.stem not in ("universal", "model_states", *state):
             state[entry.stem] = files.load(entry, entry.stem)
         else:
             raise UsageError(f"{entry} is no file of a universal checkpoint: --leave-out {entry.name}")
@@ -144,25 +144,47 @@ def _universal(files: _Files) -> dict[str, Any]:
             raise UsageError(f"{entry} is no part of a universal checkpoint: --leave-out {entry.name}")
     if ranks:
         state["model_states"] = ranks
-        _reshape(state, ranks)
+        _reshape(files, state, ranks)
     return state
 
 
-def _reshape(state: dict[str, Any], ranks: Mapping[str, Any]) -> None:
-    """Give each tensor its shape: of ZeRO stage 3, the folder has the elements in one dimension."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def _reshape(files: _Files, state: dict[str, Any], ranks: Mapping[str, Any]) -> None:
+    """Give each tensor its shape: of ZeRO stage 3, the folder has the elements in one dimension.
+
+    Raises `FormatError`: a parameter of the ranks has no folder, or no shape of theirs has as many elements.
+    """
+    shapes: dict[str, set[tuple[int, ...]]] = {}
     for rank in ranks.values():
         said = rank.get("param_shapes") if isinstance(rank, dict) else None
         for group in said if isinstance(said, list) else [said]:
-            if isinstance(group, dict):
-                shapes |= {str(name): tuple(shape) for name, shape in group.items() if isinstance(shape, tuple)}
-    for name, shape in shapes.items():
+            for name, shape in group.items() if isinstance(group, dict) else ():
+                if isinstance(shape, tuple):
+                    shapes.setdefault(str(name), set()).add(tuple(shape))
+    for name, known in shapes.items():
+        # Prevents: a model without a weight, because the conversion was interrupted.
+        if name not in state["model"]:
+            if f"zero/{name}" in files.left_out:
+                continue
+            raise FormatError(
+                f"{files.folder / 'zero' / name} is missing, and param_shapes names it: convert it again, or leave "
+                "the ranks' files out: --leave-out '*_model_states.pt'"
+            )
         states = state["optimizer"]["state"].get(name, {})
-        for tensors, keys in ((state["model"], [name]), (states, list(states))):
+        for tensors, keys in ((state["model"], [name]), (states, [key for key in states if key != "step"])):
             for key in keys:
-                flat = list(getattr(tensors.get(key), "shape", ())) == [math.prod(shape)]
-                if flat and len(shape) != 1:
-                    tensors[key] = tensors[key].reshape(shape)
+                tensors[key] = _shaped(files.folder / "zero" / name, tensors[key], known)
+
+
+def _shaped(folder: Path, tensor: Any, known: set[tuple[int, ...]]) -> Any:
+    """The tensor in a shape that the ranks know, if it is flat and theirs is not."""
+    whole = tuple(getattr(tensor, "shape", ()))
+    # Ranks of a tensor-parallel model know the shape of their part. Such a tensor is not flat in the folder.
+    if len(whole) != 1 or any(len(shape) == 1 for shape in known):
+        return tensor
+    fitting = [shape for shape in known if math.prod(shape) == whole[0]]
+    if len(fitting) != 1:
+        raise FormatError(f"{folder}: a tensor has {whole[0]} elements, and param_shapes has {sorted(known)!s:.80}")
+    return tensor.reshape(fitting[0])
 
 
 def _parameter(

@@ -58,7 +58,8 @@ NOT_ANSWERED = RequestError.exit_code
     "--plain",
     multiple=True,
     metavar="REF",
-    help="Store this checkpoint as an uncompressed full, which other programs can map; may be repeated.",
+    help="Store this checkpoint as an uncompressed full, which other programs can map; may be repeated. A later "
+    "compaction without it may compress it again.",
 )
 @click.option("--bandwidth", type=RATE, help="Decode and encode at most this much per second: 100MB/s.")
 @click.option("--gc", "collect", is_flag=True, help="Also delete the segments that nothing needs, as ckpt gc does.")
@@ -215,10 +216,13 @@ def _closing(done: CompactReport, collected: int | None, timeout: float) -> None
     )
     more = done.bytes_after - done.bytes_before
     if more > 0:
-        note(
-            f"the store {'would grow' if done.dry_run else 'has grown'} by {size(more)}: a limit of depth or time "
-            "is met with fulls and larger deltas"
+        mapped = any(move.why == "a full to map" for move in done.moves)
+        why = (
+            "fulls to map are not compressed"
+            if mapped
+            else "a limit of depth or time is met with fulls and larger deltas"
         )
+        note(f"the store {'would grow' if done.dry_run else 'has grown'} by {size(more)}: {why}")
     if collected is not None:
         click.echo(f"deleted {size(collected)}")
     elif done.collectable_nbytes:

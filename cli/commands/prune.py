@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     "--compact",
     "rewrite",
     is_flag=True,
-    help="Also rewrite the kept checkpoints that build on retired ones, as ckpt compact does.",
+    help="If kept checkpoints build on retired ones, also do what ckpt compact does, with all of the store.",
 )
 @click.option("--gc", "collect", is_flag=True, help="Also delete the segments that nothing needs, as ckpt gc does.")
 @click.option("--dry-run", is_flag=True, help="Change nothing: show what each rule keeps, and what is retired.")

@@ -76,6 +76,16 @@ def test_limits(ckpt: Run, chain: Path) -> None:
     assert "note: 10@1: restored in " in late.err
 
 
+def test_why_the_store_grows(ckpt: Run, chain: Path, tmp_path: Path) -> None:
+    limited = ckpt("compact", chain, "--max-depth", "0", "--dry-run").err
+    assert ": a limit of depth or time is met with fulls and larger deltas" in limited
+    filled(ckptstore.open(tmp_path / "all"), range(1, 7), CHAIN).close()
+    plain = [word for step in range(2, 6) for word in ("--plain", f"{step}@1")]
+    mapped = ckpt("compact", tmp_path / "all", *plain, "--dry-run").err
+    assert ": fulls to map are not compressed" in mapped
+    assert "a limit of depth" not in mapped
+
+
 def test_nobody_answers(ckpt: Run, chain: Path) -> None:
     with ckptstore.open(chain).writer(poll_seconds=None):
         done = ckpt("compact", chain, "--timeout", "0")

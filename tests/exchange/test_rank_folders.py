@@ -164,6 +164,37 @@ def test_a_damaged_universal_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_universal_folder_that_is_not_what_its_ranks_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "global_step7_universal"
+    universal(folder, stage=3)
+    name = "module.last.weight"
+    (folder / "zero" / name).rename(tmp_path / "aside")
+    with pytest.raises(FormatError, match=rf"{name} is missing, and param_shapes names it"):
+        imported(folder)
+    found, _ = imported(folder, leave_out=["*_model_states.pt"])
+    assert name not in found["model"]  # nothing says that it belongs there
+    (tmp_path / "aside").rename(folder / "zero" / name)
+    found, _ = imported(folder, leave_out=[name])
+    assert found["model"].keys() == SHAPES.keys() - {name}
+    (ranks,) = folder.glob("*_model_states.pt")
+    torch.save({"param_shapes": {name: torch.Size([3, 4])}}, ranks)
+    with pytest.raises(FormatError, match=rf"{name}: a tensor has 8 elements, and param_shapes has \[\(3, 4\)\]"):
+        imported(folder)
+    torch.save({"param_shapes": {name: torch.Size([2, 4])}}, ranks)
+    torch.save({"param_shapes": {name: torch.Size([4, 2])}}, folder / "zero_pp_rank_1_mp_rank_00_model_states.pt")
+    with pytest.raises(FormatError, match=r"param_shapes has \[\(2, 4\), \(4, 2\)\]"):
+        imported(folder)
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "universal", "model_states"])
+def test_a_file_with_the_name_of_another_part(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "global_step7_universal"
+    universal(folder)
+    torch.save({"state": {"x": 1}}, folder / "zero" / f"{name}.pt")
+    with pytest.raises(UsageError, match=rf"{name}\.pt is no file of a universal checkpoint"):
+        imported(folder)
+
+
 def test_a_folder_above_names_what_to_import(tmp_path: Path) -> None:
     universal(tmp_path / "ds" / "global_step7_universal")
     (tmp_path / "ds" / "global_step7").mkdir()

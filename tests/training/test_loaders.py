@@ -462,6 +462,27 @@ def test_torchdata_s_loader_itself_is_iterated_over(tmp_path: Path) -> None:
         assert [int(one) for one in trained(checkpointer, optimizer, checkpointer.loader, 6)] == [4, 5]
 
 
+class Stateless(IterableDataset[int]):  # type: ignore[misc]
+    """Has no state, and neither has its iterator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+def test_a_stream_without_a_state_is_resumed_again_and_again(tmp_path: Path) -> None:
+    """torchdata reads such a stream from its beginning, and counts the batches twice: from the second resume on it
+    skipped samples."""
+    found = []
+    for stop in (3, 5, 8, 12):
+        checkpointer, optimizer = opened(tmp_path, torchdata.StatefulDataLoader(Stateless(), batch_size=2))
+        with checkpointer:
+            checkpointer.resume()
+            found += [
+                int(one) for batch in trained(checkpointer, optimizer, checkpointer.loader, stop) for one in batch
+            ]
+    assert found == list(range(24))
+
+
 def test_a_save_before_the_first_batch_draws_nothing(tmp_path: Path) -> None:
     losses = []
     for cut in (False, True):

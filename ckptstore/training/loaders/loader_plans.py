@@ -78,6 +78,7 @@ def plan_loader(loader: Any, saved: Mapping[str, Any], made: Mapping[str, Any]) 
     if saved["finished"]:
         keeps = asks and (not isinstance(loader, DataLoader) or keeps_state(loader))
         return LoaderPlan("next", keeps, 0, _report(changed, "another epoch begins with that", prevents=False))
+    asks = asks and not _counts_twice(loader, saved["inner"])
     if not changed:
         return LoaderPlan("inner" if asks else "counted", asks, saved["given"])
     assert before is not None
@@ -235,6 +236,21 @@ def _usable(loader: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bo
     # epoch makes no iterator, so its sampler drew the seed first: a new iterator would draw another seed.
     drawn = str(before["order"]).startswith(("shuffled by torch.", "that of"))
     return not (keeps_iterator(loader) and begun is not None and not begun["created"] and drawn)
+
+
+def _counts_twice(loader: Any, inner: Any) -> bool:
+    """Whether torchdata's loader would read the batches that were yielded again, and count them again.
+
+    It does so in this process if neither an `IterableDataset` nor its iterator has a state. Its next state then has
+    twice the position, from which the next run would skip samples (torchdata 0.11).
+    """
+    # Prevents: samples that no epoch yields, silently.
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, IterableDataset) or getattr(loader, "num_workers", 0) != 0:
+        return False
+    fetcher = inner.get("fetcher_state") if isinstance(inner, Mapping) else None
+    has_none = isinstance(fetcher, Mapping) and fetcher.get("dataset_iter_state") is None
+    return has_none and not callable(getattr(dataset, "load_state_dict", None))
 
 
 def read(state: Any) -> Mapping[str, Any]:
