@@ -398,12 +398,12 @@ FUNCTION(put_exceptions)
 /* The sum of n log n over a histogram, by the caller's table; and the greatest count. */
 static long long information(const uint32_t *counts, size_t number, const i64 *n_log_n, uint32_t *most)
 {
-    long long found = 0;
+    unsigned long long found = 0; /* of any table: a signed sum could overflow */
     for (size_t i = 0; i < number; i++) {
-        found += n_log_n[counts[i]];
+        found += (unsigned long long)n_log_n[counts[i]];
         *most = counts[i] > *most ? counts[i] : *most;
     }
-    return found;
+    return (long long)found;
 }
 
 /* survey(values, n_log_n) */
@@ -672,13 +672,21 @@ FUNCTION(piece_sums)
     for (size_t i = 0; i < a[1].count; before = ends[i++])
         NEED(ends[i] >= before && (uint64_t)ends[i] <= a[0].count && (uint64_t)(ends[i] - before) <= a[2].count,
              "a piece ends before it begins, after the words, or after the weights")
+    int changed = 0;
     RUN(a[0].bytes, {
         const u32 *words = a[0].at;
         u64 *sums = a[3].at;
         size_t at = 0;
-        for (size_t i = 0; i < a[3].count; at = (size_t)ends[i++])
-            sums[i] = loops->sum(words + at, a[2].at, (size_t)ends[i] - at);
+        for (size_t i = 0; i < a[3].count && !changed; i++) {
+            int64_t end = ((const volatile i64 *)ends)[i]; /* read once: another thread may write it meanwhile */
+            changed = end < (int64_t)at || (uint64_t)end > a[0].count || (uint64_t)end - at > a[2].count;
+            if (!changed) {
+                sums[i] = loops->sum(words + at, a[2].at, (size_t)end - at);
+                at = (size_t)end;
+            }
+        }
     });
+    NEED(!changed, "the ends of pieces were changed meanwhile")
     NONE;
 }
 
