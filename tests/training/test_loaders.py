@@ -469,17 +469,22 @@ class Stateless(IterableDataset[int]):  # type: ignore[misc]
         return iter(range(24))
 
 
-def test_a_stream_without_a_state_is_resumed_again_and_again(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*worker processes start again")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_without_a_state_is_resumed_again_and_again(tmp_path: Path, workers: int) -> None:
     """torchdata reads such a stream from its beginning, and counts the batches twice: from the second resume on it
     skipped samples."""
     found = []
     for stop in (3, 5, 8, 12):
-        checkpointer, optimizer = opened(tmp_path, torchdata.StatefulDataLoader(Stateless(), batch_size=2))
+        loader = torchdata.StatefulDataLoader(Stateless(), batch_size=2, num_workers=workers)
+        checkpointer, optimizer = opened(tmp_path, loader)
         with checkpointer:
             checkpointer.resume()
             found += [
                 int(one) for batch in trained(checkpointer, optimizer, checkpointer.loader, stop) for one in batch
             ]
+        del checkpointer, optimizer
+        let_go(loader)
     assert found == list(range(24))
 
 

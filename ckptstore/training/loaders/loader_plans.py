@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -241,16 +241,28 @@ def _usable(loader: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bo
 def _counts_twice(loader: Any, inner: Any) -> bool:
     """Whether torchdata's loader would read the batches that were yielded again, and count them again.
 
-    It does so in this process if neither an `IterableDataset` nor its iterator has a state. Its next state then has
-    twice the position, from which the next run would skip samples (torchdata 0.11).
+    It does so if neither an `IterableDataset` nor its iterator has a state. Its next state then has twice the position,
+    from which the next run would skip samples (torchdata 0.11).
+
+    Args:
+        inner: the loader's own state. With worker processes it contains the state of each.
     """
     # Prevents: samples that no epoch yields, silently.
     dataset = getattr(loader, "dataset", None)
-    if not isinstance(dataset, IterableDataset) or getattr(loader, "num_workers", 0) != 0:
+    if not isinstance(dataset, IterableDataset) or is_stateful(dataset):
         return False
-    fetcher = inner.get("fetcher_state") if isinstance(inner, Mapping) else None
-    has_none = isinstance(fetcher, Mapping) and fetcher.get("dataset_iter_state") is None
-    return has_none and not callable(getattr(dataset, "load_state_dict", None))
+    states = list(_members(inner, "dataset_iter_state"))
+    return bool(states) and all(one is None for one in states)
+
+
+def _members(value: Any, key: str) -> Iterator[Any]:
+    """The values that mappings inside `value` have under `key`."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            if name == key:
+                yield one
+            else:
+                yield from _members(one, key)
 
 
 def read(state: Any) -> Mapping[str, Any]:
