@@ -55,7 +55,7 @@ _PARTS: Final = ("optimizer", "scheduler", "scaler")
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What the layout ``hf`` is told of the model.
+    """What the caller of layout ``hf`` says of the model.
 
     Attributes:
         prefix: the names of its tensors begin with this; None: ``model.``.

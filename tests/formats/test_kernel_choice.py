@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,3 +232,12 @@ def test_a_build_in_place_that_fails_leaves_no_older_module(tmp_path: Path) -> N
     )
     assert "the kernels will run in numpy" in done.stdout + done.stderr
     assert not older.exists()
+
+
+def test_the_core_is_there_where_it_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it all tests of compiled kernels skip, and nothing would say that it no longer compiles."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "native")
+    core_build = importlib.import_module("core_build")
+    if core_build.compiler() is None or not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        pytest.skip("no C compiler, or no C headers of Python")
+    assert importlib.util.find_spec(kernel_choice.CORE) is not None, "python native/core_build.py says why"

@@ -253,7 +253,7 @@ def test_declared_dependencies_are_those_that_are_imported() -> None:
     optional = names([*extras["torch"], *extras["plot"], *extras["s3"]])
     optional |= names([*extras["lightning"], *extras["hf"], *extras["accelerate"]])
     optional.add("boto3")  # reads profile files for users that have it
-    optional.add("torchtitan")  # whoever trains with it has it
+    optional.add("torchtitan")  # its users have it
     assert imported_modules() - optional == names(project["dependencies"])
     assert optional <= imported_modules()
 

@@ -383,7 +383,7 @@ SPARSE_SEEDS = range(short_or(3, 200))
 
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[int, int]]:
-    """For each step that the agent is told of, the number of entries of each gradient that is sent as entries."""
+    """For each step that the agent gets, the number of entries of each gradient that is sent as entries."""
     found: dict[int, dict[int, int]] = {}
     ask = AgentLink.ask
 

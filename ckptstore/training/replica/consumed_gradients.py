@@ -359,7 +359,7 @@ class ConsumedGradients:
     ) -> None:
         """Wait for the entries from devices, write them into an area, and add their numbers to `counts`.
 
-        A thread calls it, before the agent is told of the step.
+        A thread calls it, before the agent gets the step.
         """
         for row, (parameter, gradient) in late.items():
             sparse = gradient.read()
