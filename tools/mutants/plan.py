@@ -256,10 +256,12 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/write/writer_opening.py": _some("warnings_as_errors", "writer", "rollback", "diffs", "misuse"),
     **{
         f"ckptstore/{name}.py": _some("diff_damage", "hostile_segments", "diffs", "crafted_stores")
-        for name in ("restore/replay", "restore/chain_link", "write/steps/*")
+        for name in ("restore/chains/replay", "restore/chains/chain_link", "write/steps/*")
     },
-    "ckptstore/restore/assembly.py": _some("crafted_stores", "diff_damage", "hostile_segments", "diffs", "fallback"),
-    "ckptstore/restore/chain.py": _some("damage", "deltas*", "diff_damage", "parallel_chain", "shards"),
+    "ckptstore/restore/chains/assembly.py": _some(
+        "crafted_stores", "diff_damage", "hostile_segments", "diffs", "fallback"
+    ),
+    "ckptstore/restore/chains/chain.py": _some("damage", "deltas*", "diff_damage", "parallel_chain", "shards"),
     "ckptstore/restore/resident_checkpoint.py": _some("following", "handover"),
     "ckptstore/restore/stored_parts.py": _some("shards", "shards_in_use"),
     "ckptstore/restore/restore_plan.py": (*_some("store"), *_LOG),

@@ -11,9 +11,9 @@ from ckptstore.formats.history.records import Encoding, ref_of
 from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.formats.segment_files.shards import group_with_keys, key_of, with_key
 from ckptstore.formats.segment_files.step_codec import StepGroup, groups_of
-from ckptstore.restore.chain import Chain, master_of
-from ckptstore.restore.chain_link import TensorLink
-from ckptstore.restore.replay import Cell, KeptBytes, Program, ReplayStage
+from ckptstore.restore.chains.chain import Chain, master_of
+from ckptstore.restore.chains.chain_link import TensorLink
+from ckptstore.restore.chains.replay import Cell, KeptBytes, Program, ReplayStage
 from ckptstore.segments.segment_reader import SegmentReader
 
 __all__ = ["Held", "Spec", "assemble", "held_by", "master_link", "spec_of", "tree_of"]
