@@ -114,8 +114,8 @@ class WriteMethods(StoreHandle):
             memory: bytes of host memory (48 MiB or more) for data that `Writer.save_async` has copied and that is not
                 on the medium yet; training waits while it is used up. The base's memory is extra. None: docs/writer.md.
             on_metrics: a thread calls it with a `SaveMetrics` after every save; an exception that it raises is ignored.
-            keep: the store's retention rules from now on, as in `keep`; an empty list: every checkpoint stays. None: its
-                current rules. A writer retires checkpoints; `gc`, which a `Checkpointer` calls, deletes the files.
+            keep: the store's retention rules from now on, as in `keep`; an empty list: every checkpoint stays. None:
+                its current rules. A writer retires checkpoints; `gc`, which a `Checkpointer` calls, deletes the files.
             space: the most space for all checkpoints, in bytes (``4GB``) or states (``3 states``): docs/retention.md.
             compact: while no save is in flight, store kept checkpoints again, as `compact` does; not with `group`.
             reuse: return the writer that this process opened in this way for the same store and `group`, if it can
