@@ -76,5 +76,5 @@ def open_backend(
     if isinstance(url, str) and (almost := _ALMOST.match(text)) is not None and not os.path.lexists(text):
         name = almost[1].lower()
         meant = f"{name}://{'/' if schemes.SCHEMES[name].path else ''}{text[almost.end() :]}"
-        raise UsageError(f"{text} is no URL; did you mean {meant}? (./{text} is a folder of that name)")
+        raise UsageError(f"{text} is not a URL; did you mean {meant}? (./{text} is a folder of that name)")
     return schemes.open_path(text, text, create)

@@ -47,7 +47,7 @@ class DefaultDicts:
         self._made: dict[int, tuple[dict[Any, Any], Any]] = {}
 
     def make(self, *factory: Any) -> dict[Any, Any]:
-        """For ``collections.defaultdict`` in a pickle. Raises `FormatError` if the factory is no known builtin."""
+        """For ``collections.defaultdict`` in a pickle. Raises `FormatError` if the factory is not a known builtin."""
         (known,) = factory or (None,)
         # These stand for themselves in a pickle that torch reads, and `_frozenset` for its type.
         found = known.known if isinstance(known, _Factory) else frozenset if known is _frozenset else known

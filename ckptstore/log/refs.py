@@ -75,7 +75,7 @@ def _by_step(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
 
 
 def _no_step(catalog: Catalog, step: int, term: int | None) -> str:
-    """Return that a step is not there, and what is near."""
+    """The text of an error: a step is missing, and which steps are near."""
     wanted = f"step {step}" if term is None else ref_of((term, step))
     if lost := _loss_text(catalog):
         nearest = _nearest(catalog.checkpoints.values(), step)
@@ -167,4 +167,4 @@ def check_new_tag(name: object) -> None:
     check_tag(name)
     assert isinstance(name, str)
     if name == LATEST or ".." in name or (name.isascii() and name.isdecimal()):
-        raise UsageError(f"{name!r:.80} is no tag name: it reads like another REF (latest, a STEP, or a range A..B)")
+        raise UsageError(f"{name!r:.80} is not a tag name: it reads like another REF (latest, a STEP, or a range A..B)")

@@ -161,7 +161,7 @@ def collect(
 
 
 def _sizes(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, int], list[str]]:
-    """The bytes of each of `keys`, and those of them that are no files of a store."""
+    """The bytes of each of `keys`, and those of them that are not files of a store."""
     sizes: dict[str, int] = {}
     foreign = []
     for key in keys:

@@ -54,7 +54,7 @@ class FailedWays:
         unreadable: segments that cannot be opened.
         based: encodings that need something of their base.
         tops: beginnings of ways, from the wanted checkpoint downwards; every way with one of them fails.
-        unheld: ways that begin with a state in memory have failed: no such state is used any more.
+        unheld: a way that began with a state in memory has failed: no such state is used any more.
     """
 
     count: int = 0
@@ -71,7 +71,7 @@ class FailedWays:
     def failed(
         self, top: Iterable[Encoding], suspects: Iterable[str], *, unreadable: Iterable[str] = (), unheld: bool = False
     ) -> FailedWays:
-        """The same, plus one failed way.
+        """These, and one more failed way.
 
         Args:
             top: its encodings from the wanted one down to the faulty one; empty if the other arguments suffice.

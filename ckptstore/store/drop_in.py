@@ -124,7 +124,7 @@ def load(
         StoreNotFoundError: there is neither a store nor a file (also a `FileNotFoundError`).
         CheckpointNotFoundError: the store has no such checkpoint.
         UnsupportedStateError: loading the file would run pickled code.
-        FormatError: the file is no torch or safetensors file, or is damaged.
+        FormatError: the file is not a torch or safetensors file, or is damaged.
         CorruptionError: a checksum differs. Nothing is returned.
         UsageError: an option is invalid, or `path` is an open file.
         StorageError: the medium failed.

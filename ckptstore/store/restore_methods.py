@@ -187,7 +187,7 @@ class RestoreMethods(StoreHandle):
         storage_options: Mapping[str, Any] | None = None,
         progress: Progress | bool | None = None,
     ) -> Publisher:
-        """Keep a folder, or a bucket's prefix, of weights in step with this run, for programs without ckptstore.
+        """Keep a folder, or a bucket's prefix, of weights up to date with this run, for programs without ckptstore.
 
         The result is an iterator: each item is a version that was published, and ``next`` waits for the next
         checkpoint. ``look()`` publishes what there is and does not wait. A version is a full, which is a folder of
@@ -209,10 +209,10 @@ class RestoreMethods(StoreHandle):
 
         Raises:
             UsageError: an invalid option; or the place is a store, is inside one, or has another program's versions.
-            WriterError: another publisher of this machine is at work there (raised by ``next``, as the rest).
+            WriterError: another publisher of this machine is running there (raised by ``next``, as the rest).
             FencedError: another publisher has taken over.
             StorageError: a medium failed; the next call tries again.
-            CkptError: of the store, as `load` and `watch`. The former version stays.
+            CkptError: of the store, as `load` and `watch`. The previous version stays.
 
         Example:
             >>> import numpy
@@ -466,7 +466,7 @@ class RestoreMethods(StoreHandle):
         from ckptstore.exchange.export import PrefixSelection
 
         if overwrite:
-            raise UsageError(f"{out}: a folder is written anew: overwrite= does not go with format='dcp'")
+            raise UsageError(f"{out}: format='dcp' writes a new folder: leave overwrite= out")
         which = select if strip is None else PrefixSelection(strip, select)
         where = os.fspath(out)
         return self._with_remote_fallback(

@@ -167,7 +167,7 @@ class Drain:
     @staticmethod
     def _raise_busy(backend: Backend) -> NoReturn:
         # Prevents: a writer that is closed meanwhile, and reports everything as drained although nothing was.
-        raise StorageError(errno.EBUSY, "another process is at work there", backend.url)
+        raise StorageError(errno.EBUSY, "another process has locked it (a drain, a copy, a repair)", backend.url)
 
     def behind(self) -> bool:
         """Whether the store's log has grown since the last pass. Sends no request to the remote."""

@@ -86,7 +86,7 @@ def clear_remote(pair: StorePair) -> int:
 def _check_ours(there: Journal, keys: list[str]) -> None:
     """Raise `UsageError` if there is an object that no store has, or one of another run."""
     if strangers := [key for key in keys if key not in _FILES and not key.startswith(_ROOMS)]:
-        raise UsageError(f"{there.url}: it holds {strangers[0]!r}, which is no part of a store: nothing was deleted")
+        raise UsageError(f"{there.url}: it holds {strangers[0]!r}, which is not part of a store: nothing was deleted")
     for key in keys:
         run = _run_of(there, key)
         if run not in (None, there.run):

@@ -254,7 +254,7 @@ class Checkpointer:
 
         Raises:
             UsageError: the store holds checkpoints and `resume` was not called; something else has loaded an
-                optimizer's state since the last step; metrics that are no numbers.
+                optimizer's state since the last step; metrics that are not numbers.
             with ``on_error="raise"``: the error of a save that failed.
         """
         self._steps.pace.came()

@@ -181,7 +181,7 @@ class Retention:
         best = self._keep.best_of(catalog)
         if best is not None and catalog.tags.get(BEST) != best.node:
             self._writer.tag(BEST, best.ref)
-            self._writer.poll()  # so that it can retire the former best
+            self._writer.poll()  # so that it can retire the previous best
             view = self._store.view()
             catalog = view.catalog
         # Also without rules: they may have been removed again, or come with the next request.

@@ -73,7 +73,7 @@ def inner_model(name: str, model: Any) -> torch.nn.Module:
     """The module inside wrappers that only compile or distribute it.
 
     Raises:
-        UsageError: it is no module.
+        UsageError: it is not a module.
     """
     while True:
         if hasattr(model, "_orig_mod"):
@@ -155,5 +155,5 @@ def _accessors(name: str, value: Any) -> tuple[Callable[[], Any], Callable[[Any]
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     raise UsageError(
-        f"{name}: {type(value).__name__} has no state_dict and load_state_dict, and is no random generator"
+        f"{name}: {type(value).__name__} has no state_dict and load_state_dict, and is not a random generator"
     )

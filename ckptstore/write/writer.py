@@ -57,7 +57,7 @@ class Writer(Finishable):
     @property
     def usable(self) -> bool:
         """Whether it can save, as far as it knows: it is not closed, nothing has ended it (a newer term exists), and
-        this process is no fork of the one that opened it.
+        this process is not a fork of the one that opened it.
         """
         try:
             self._check_open()

@@ -163,7 +163,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 def _dataclass(known: type, parts: Any) -> Any:
     if not isinstance(parts, dict):
-        raise FormatError(f"{_path(known)}: the stored fields are no dict")
+        raise FormatError(f"{_path(known)}: the stored fields are not a dict")
     fields = {field.name: field for field in dataclasses.fields(known)}
     # Prevents: a field of an older class that is silently lost.
     if unknown := [name for name in parts if name not in fields]:

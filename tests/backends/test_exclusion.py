@@ -83,7 +83,7 @@ def test_a_process_that_was_killed_leaves_no_lock_to_its_child(tmp_path: Path) -
 
 @pytest.mark.parametrize("which", ["here", "there"])
 def test_a_closed_writer_reports_undrained_steps(tmp_path: Path, which: str) -> None:
-    """If a closed writer brought nothing because another process is at work there, it must not report that all was
+    """If a closed writer brought nothing because another process has locked it, it must not report that all was
     brought."""
     store = ckptstore.open(tmp_path / "here", remote=str(tmp_path / "there"))
     writer = store.writer(poll_seconds=None)
@@ -92,7 +92,7 @@ def test_a_closed_writer_reports_undrained_steps(tmp_path: Path, which: str) -> 
     fcntl.flock(other, fcntl.LOCK_EX)
     try:
         writer.save(STATE, 2)
-        with pytest.warns(UserWarning, match="another process is at work there.*the next writer drains it"):
+        with pytest.warns(UserWarning, match="another process has locked it.*the next writer drains it"):
             writer.close()
     finally:
         os.close(other)

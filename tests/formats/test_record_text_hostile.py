@@ -208,7 +208,7 @@ def test_manifests() -> None:
         lambda: manifest(COMMIT, {**COMMIT, "run": HEX}),
         lambda: manifest(COMMIT, {**COMMIT, "ckptstore": "merge"}),
         lambda: manifest({**COMMIT, "ckptstore": "commit"}, {**COMMIT, "incompat": ["later"]}),
-        # Bytes whose hash is right and that are no sealed text.
+        # Bytes whose hash is right and that are not sealed text.
         lambda: manifest(COMMIT, json.dumps(COMMIT).encode()),
     ):
         with pytest.raises(FormatError, match="here"):

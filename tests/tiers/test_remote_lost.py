@@ -252,7 +252,7 @@ def test_anew_leaves_other_peoples_files_alone(folders: Place) -> None:
     fill(folders.open(), 1, 2)
     (Path(folders.remote) / "FORMAT").unlink()
     (Path(folders.remote) / "thesis.txt").write_text("all of it")
-    with pytest.raises(UsageError, match=r"'thesis.txt', which is no part of a store: nothing was deleted"):
+    with pytest.raises(UsageError, match=r"'thesis.txt', which is not part of a store: nothing was deleted"):
         folders.open().sync(anew=True)
     assert (Path(folders.remote) / "thesis.txt").read_text() == "all of it"
 

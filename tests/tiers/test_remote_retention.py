@@ -1,4 +1,4 @@
-"""A pruned remote: checkpoints that it gave up are no branch, are not brought again, and delay nothing here."""
+"""A pruned remote: checkpoints that it gave up are not a branch, are not uploaded again, and delay nothing here."""
 
 from __future__ import annotations
 

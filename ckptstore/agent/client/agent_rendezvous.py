@@ -1,7 +1,7 @@
 """Lets the trainers of a job agree, once, on how their agents find each other, through their group's mailbox.
 
 1. The ranks find each other (`write.ranks.rendezvous`). Each reports its machine, what keeps it from having an agent,
-   and which step its former agent kept.
+   and which step its earlier agent kept.
 2. Rank 0 posts ``answer/<session>/<rank>``: the token of the job and whether all kept the same step, or an error.
 
 From then on the agents use their own mailbox, which rank 0's agent serves and which outlives the trainers. The mailbox
@@ -41,7 +41,7 @@ class _RankReport:
         where: machine and runtime folder; agents find each other in that folder.
         size: size of its group.
         flaw: why it can have no agent; None: it can.
-        kept: the state that its former agent kept; None: none.
+        kept: the state that its earlier agent kept; None: none.
     """
 
     where: str
@@ -88,7 +88,7 @@ class AgentRendezvous:
             place: address of this rank's agent.
             listening: closes this process's copy of the listening socket that rank 0's agent inherits.
             flaw: why this rank can have no agent. It is sent to all ranks, and raised here.
-            kept: the state that this rank's former agent kept; None: none.
+            kept: the state that this rank's earlier agent kept; None: none.
 
         Raises:
             MissingRankError: a rank did not come in time.

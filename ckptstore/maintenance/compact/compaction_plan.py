@@ -134,9 +134,14 @@ class _Planner:
         passing = {node for node in self._store.catalog.checkpoints if not self._stays(node)}
         return self._refused | self._newest() | passing
 
-    # -- 2
+    # -- step 2 of the module's list
 
     def _free_bases(self) -> None:
+        """Add moves that free groups of held bases, so that nothing kept needs their segments any more.
+
+        `exits` build on a base of the group. `sharers` share a segment with one. Both may have to be rewritten, or only
+        the exits. The better choice is taken. `spared` need no rewrite: another encoding restores them.
+        """
         for component in list(self._store.components()):
             if component & self._busy:
                 continue

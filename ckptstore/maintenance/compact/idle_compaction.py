@@ -150,7 +150,7 @@ class _IdleCompactor:
         if planned.moves:
             author = _WriterAuthor(self._journal, self._writer)
             moves = make_moves(self._journal, author, planned, self._held_back)
-            # Its own records are no reason for another pass, but saves in the meantime are.
+            # Its own records are not a reason for another pass, but saves in the meantime are.
             end += sum(move.result == "done" for move in moves)
         self._seen = end
         return moves

@@ -59,7 +59,7 @@ class OptimizerTracker:
     ) -> None:
         """
         Args:
-            compressor: knows which entries of the gradients are left.
+            compressor: tells which entries of the gradients it has kept.
             scaler: a `GradScaler`, whose scale falls with every step that it skips; None: nothing is skipped.
         """
         self.loaded = False
@@ -70,7 +70,7 @@ class OptimizerTracker:
         self._last_scale = self._scale()
         self._counts = [0] * len(self._optimizers)
         self._steps: list[NotedStep | None] = [None] * len(self._optimizers)
-        self._trouble = ""  # of a hook, since `collected`
+        self._trouble = ""  # why a hook failed since `collected`
         self._sparse: list[Mapping[torch.Tensor, SparseGradient | LateGradient]] = [{} for _ in self._optimizers]
         self._hooks: list[Any] = []
 

@@ -258,7 +258,7 @@ def _is_kind(optimizer: torch.optim.Optimizer, name: str) -> bool:
         return False
     pairs: list[tuple[type, type]] = [(type(optimizer), other)]
     if (mine := kind_of(optimizer)) is not None and name in KINDS:
-        pairs.append((KINDS[mine].settings, KINDS[name].settings))  # AdamW is no Adam in every torch
+        pairs.append((KINDS[mine].settings, KINDS[name].settings))  # AdamW is not an Adam in every torch
     return any(issubclass(one, its) or issubclass(its, one) for one, its in pairs)
 
 

@@ -100,7 +100,7 @@ def check_united(tree: Any, parts: Sequence[RankPart]) -> None:
         rank = next(part.rank for part in parts if hidden[0] in tensor_names(part.tree))
         raise UnsupportedStateError(
             f"tensor {hidden[0]!r} of rank {rank} is where another rank has something of another kind, so a process "
-            "that is no rank could not load both: put it under a key of its own"
+            "that is not a rank could not load both: put it under a key of its own"
         )
     try:
         unflatten(rank_trees.of_rank(tree, None), lambda name, _origin: name)
