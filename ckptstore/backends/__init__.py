@@ -1,6 +1,6 @@
 """Open a store's medium: `open_backend` takes a path or a URL and returns the `Backend` for it.
 
-Imports `host` alone. It loads numpy, obstore and fsspec only when a URL needs them, so that ``ckpt`` starts quickly.
+Imports only `host`. It loads numpy, obstore and fsspec only when a URL needs them, so that ``ckpt`` starts quickly.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def _stored(pid: Any) -> _Stored:
 
 
 def _alone(name: str) -> Any:
-    """The value of a global that stands by itself: a dtype, or the factory of a defaultdict."""
+    """The value of a global that is a value itself: a dtype, or the factory of a defaultdict."""
     module, _, last = name.rpartition(".")
     if name == "numpy.ndarray":  # an argument of numpy's own function for a new array
         return np.ndarray

@@ -219,8 +219,8 @@ class CkptstoreCallback(TrainerCallback):
             warn(
                 "loading a batch draws random numbers in this process (a collator that masks, an augmentation). The "
                 "Trainer loads batches ahead, so a resumed run draws others for its first batches, and is not bit for "
-                "bit the run that was saved. With dataloader_num_workers above 0 or samples that depend on their "
-                "index alone nothing is drawn here",
+                "bit the run that was saved. With dataloader_num_workers above 0 or samples that depend only "
+                "on their index nothing is drawn here",
                 DeterminismWarning,
             )
         self._save(state, control)

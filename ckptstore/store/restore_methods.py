@@ -342,7 +342,7 @@ class RestoreMethods(StoreHandle):
         return map_tensors(self.journal, ref, select, framework)
 
     def file_of(self, ref: str | int = "latest") -> list[StoredFile]:
-        """The safetensors files in which a full checkpoint lies, for programs that map such files.
+        """The safetensors files that hold a full checkpoint, for programs that map such files.
 
         Only the headers are verified: `map_tensors` or `verify` compare the tensors with their hashes. A file that a
         program has open or mapped keeps its contents. Before that, a retired checkpoint may be collected: tag it.
@@ -386,7 +386,7 @@ class RestoreMethods(StoreHandle):
         return self._with_remote_fallback(ref, tensors)
 
     def tree(self, ref: str | int = "latest") -> Any:
-        """The typed JSON tree of the checkpoint's state. Of a checkpoint of many ranks (SPEC 3.3): the whole tree."""
+        """The typed JSON tree of the checkpoint's state. For a checkpoint of many ranks (SPEC 3.3) the whole tree."""
         from ckptstore.restore.load import tree
 
         return self._with_remote_fallback(ref, tree)

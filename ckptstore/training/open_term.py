@@ -99,7 +99,7 @@ class OpenTerm:
 
     @property
     def written_by_agent(self) -> bool:
-        """Whether an agent writes the last step at the end, due or not. Of several ranks all have to agree to it."""
+        """Whether an agent writes the last step at the end, due or not. With several ranks all have to agree to it."""
         return self.follows and self.group is None
 
     def finish(self) -> None:

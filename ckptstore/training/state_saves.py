@@ -218,7 +218,7 @@ class StateSaves:
             self._writer.wait()
 
     def _hear_of_agent(self, error: AgentLostError) -> None:
-        """A call reports that an agent has died: warn of the steps that it had, or else of the death alone."""
+        """A call reports that an agent has died: warn of the steps that it had, or else only of its death."""
         known = [one for one in self._under_way if one.done() and isinstance(one.exception(), self._forgiven)]
         if not known:
             self._remark_lost([(None, error)])

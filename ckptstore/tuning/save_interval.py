@@ -127,7 +127,7 @@ class Choice:
     Attributes:
         timing: N*, p, b and their T_w.
         interval: f*, with the loss of every save.
-        equation_3: f* by Eq. (3) alone.
+        equation_3: f* by Eq. (3), without the other limits.
     """
 
     timing: Timing

@@ -122,7 +122,7 @@ class Committer(Commits):
                 self._deltas.torn()
             raise
         job.done.set_result(info)
-        return kept and stage.snapshot is not None  # an arriving state lies in memory of the deltas
+        return kept and stage.snapshot is not None  # an arriving state is in memory of the deltas
 
     def _store_copied(self, job: SaveJob, stage: Stage, progress: Progress | None) -> bool:
         """Copy a step from training's own tensors and store it: the next step is compressed against the copy."""

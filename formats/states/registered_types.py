@@ -116,7 +116,7 @@ _type: Final = type  # `register` has an argument of this name
 
 
 def forget(known: type) -> None:
-    """Undo `register`. Of a class that is not registered: nothing."""
+    """Undo `register`. Does nothing for a class that is not registered."""
     global _types, _names  # see `register`
     with _changing:
         _types = MappingProxyType({one: found for one, found in _types.items() if one is not known})

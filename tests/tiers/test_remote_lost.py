@@ -316,7 +316,7 @@ def test_a_remote_that_refuses_is_reported_while_training_runs(outage: Outage) -
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("403")])
-        match = r"403.*are in .* alone, and the drain tries again"
+        match = r"403.*are only in .*, and the drain tries again"
         assert told_while(lambda: writer.save(state(2), 2), match) == 1
         outage.end()
         writer.save_async(state(3), 3).result(tier="remote", timeout=LONG)
@@ -350,7 +350,7 @@ def test_a_remote_that_does_not_answer_is_reported_while_training_runs(
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("slow", seconds=2.0)])
-        match = r"no answer for \d+ s; new checkpoints are in .* alone"
+        match = r"no answer for \d+ s; new checkpoints are only in .*"
         assert told_while(lambda: writer.save(state(2), 2), match) == 1
         outage.end()
         writer.save_async(state(3), 3).result(tier="remote", timeout=LONG)

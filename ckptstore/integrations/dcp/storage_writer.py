@@ -135,7 +135,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state for ``async_save``. The saves of a store are written in the order of these calls.
 
-        DCP does not say here which ``checkpoint_id`` it is: so saves whose store that alone names wait for each other.
+        DCP does not say here which ``checkpoint_id`` it is: so saves whose store only that names wait for each other.
 
         Raises:
             UsageError: the last asynchronous save of this object is in flight.

@@ -105,7 +105,7 @@ def facts(
     Args:
         contents: whether to read the contents of sampler and dataset. That reads all indices: do it once in an epoch.
         made: ``made_with`` and ``stream`` when the loader was new.
-        beside: the facts to compare with. Of a dataset that grew, only its earlier samples are read.
+        beside: the facts to compare with. If a dataset has grown, only its earlier samples are read.
     """
     dataset = getattr(loader, "dataset", None)
     like = None if beside is None else beside.get("composition")

@@ -121,7 +121,7 @@ class OptimizerTracker:
         self._counts, self._steps, self._trouble = [0] * len(counts), [None] * len(counts), ""
         why = None
         if self._predict and max(counts, default=0) > 1:  # two steps cannot be explained as one
-            why = f"{max(counts)} optimizer steps lie between it and the checkpoint before, and one can be explained"
+            why = f"{max(counts)} optimizer steps since the previous checkpoint, and only one can be explained"
         elif self._predict and trouble:
             why = f"the optimizer's step could not be noted ({trouble})"
         return CollectedSteps(self._optimizers, counts, steps, predicted=self._predict and why is None, why=why)

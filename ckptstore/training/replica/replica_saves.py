@@ -384,7 +384,7 @@ class ReplicaSaves(StateSaves):
             self._consumed.differed()
             self._remark(
                 f"replica: {names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} became something else "
-                "than the optimizer's arithmetic says, and that step is not saved (weights that are changed beside the "
+                "than the optimizer's arithmetic says, and that step is not saved (weights that are changed outside the "
                 "optimizer: clamped, averaged, swapped; gradients that a hook changes): such tensors are sent whole "
                 "with the next step, the agent computes the others, and where it happens again that tensor is sent in "
                 "every step"

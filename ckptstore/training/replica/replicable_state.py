@@ -72,7 +72,7 @@ class Replicable:
 
     Attributes:
         recipe: the instructions for the agent.
-        parameters: the parameters of the recipe's rows, in their order. Of a DTensor this rank's part is computed.
+        parameters: the parameters of the recipe's rows, in their order. For a DTensor this rank's part is computed.
         sources: the state's tensors by position. Those that the agent computes are the same objects in every step.
     """
 

@@ -61,7 +61,7 @@ def gather_parts(parts: Sequence[RankPart], division: Division, agreement: str) 
     for part in parts:
         if part.agreement != agreement:
             raise RankMismatchError(
-                f"rank {part.rank} has other tensors than when the ranks agreed who writes what; they will agree anew"
+                f"rank {part.rank} has other tensors than when the ranks agreed who writes what; they will agree again"
             )
     entries: list[TensorEntry] = []
     for part, specs in zip(parts, division.specs, strict=True):

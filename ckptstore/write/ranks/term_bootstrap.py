@@ -159,7 +159,7 @@ def _await_letter(group: Group, key: str, deadline: ReplyDeadline) -> bytes:
         raise MissingRankError(f"rank 0 did not open a term within {deadline.seconds:g} s")
     letter = fetch(group.mailbox, key)
     if letter is None:
-        raise MissingRankError("rank 0 opened a term and went on without this rank")
+        raise MissingRankError("rank 0 opened a term and continued without this rank")
     return letter
 
 
