@@ -126,7 +126,7 @@ class CkptstoreCallback(TrainerCallback):
             ref: the checkpoint. If it is not the newest, the training begins a branch.
 
         Returns:
-            None: the store holds no checkpoint; the training begins from nothing.
+            None: the store holds no checkpoint; the training starts from scratch.
 
         Raises:
             CheckpointNotFoundError, CorruptionError, StorageError: as `Store.export_folder`.

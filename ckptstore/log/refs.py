@@ -55,7 +55,7 @@ def nothing_latest(catalog: Catalog) -> str:
         return "the store holds no checkpoint yet"
     newest = ref_of(max(catalog.checkpoints))
     return (
-        f"term {catalog.term} begins from nothing and holds no checkpoint yet, so there is no latest; the newest of "
+        f"term {catalog.term} starts from scratch and holds no checkpoint yet, so there is no latest; the newest of "
         f"earlier terms is {newest}: name it to load it, and to continue from it, as in writer(parent={newest!r})"
     )
 
@@ -96,7 +96,7 @@ def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
     if catalog.lost > catalog.term:
         raise CorruptLogError(
             f"{_loss_text(catalog)}, and may have held a newer step {entry.step}; "
-            f"the newest that is left is {entry.ref}: name it so to use it"
+            f"the newest that is left is {entry.ref}: to use it, name it"
         )
     following = min((opened for opened in catalog.terms.values() if opened.term > entry.term), key=_term, default=None)
     end = catalog.next_seq if following is None else following.seq
@@ -108,7 +108,7 @@ def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
     if hidden:
         raise CorruptLogError(
             f"log slot {hidden[0]} is damaged and may have held a newer step {entry.step}; "
-            f"the newest intact one is {entry.ref}: name it so to use it"
+            f"the newest intact one is {entry.ref}: to use it, name it"
         )
 
 

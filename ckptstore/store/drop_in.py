@@ -147,7 +147,7 @@ def load(
         if file is not None and file.is_dir():
             names = sorted(one.name for one in file.iterdir() if _ends_like_a_file(one))
             some = f"; load one of its files: {', '.join(names[:3])}" if names else ""
-            error.add_note(f"{path} is a folder, but no store{some}")
+            error.add_note(f"{path} is a folder, but not a store{some}")
         raise
 
 

@@ -509,7 +509,9 @@ class RestoreMethods(StoreHandle):
         if layout not in LAYOUTS:
             raise UsageError(f"layout: {layout!r:.80}; it may be {' or '.join(map(repr, LAYOUTS))}")
         if layout != "hf" and (strip, config) != (None, None):
-            raise UsageError(f"strip= and config= describe a model for layout='hf': they do not go with {layout!r}")
+            raise UsageError(
+                f"strip= and config= describe a model for layout='hf': they cannot be combined with {layout!r}"
+            )
         where = os.fspath(out)
         model = ModelOptions(strip, None if config is None else os.fspath(config))
         return self._with_remote_fallback(

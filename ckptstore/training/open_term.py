@@ -45,7 +45,7 @@ class OpenTerm:
         reports: SaveReports,
         ref: str | None,
     ) -> None:
-        """Open a term that continues from `ref`; None: from nothing.
+        """Open a term that continues from `ref`; None: from scratch.
 
         Args:
             reports: gets the metrics of each save.

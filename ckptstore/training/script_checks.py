@@ -250,7 +250,7 @@ class _Steps:
         self._said = True
         warn(
             f"none of the last {self._idle} steps was saved, because no optimizer that the Checkpointer was given has "
-            "stepped: were they made again, or are others used?",
+            "stepped: were they created again, or are other optimizers used?",
             UnsavedStepWarning,
         )
 

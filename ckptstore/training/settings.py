@@ -150,7 +150,7 @@ class SaveSettings:
         if self.compact is not None and not isinstance(self.compact, CompactOptions):
             raise UsageError(f"compact: {self.compact!r:.80}; it takes CompactOptions, as compact=CompactOptions()")
         if self.agent and self.compact is not None:
-            raise UsageError("compact: not with agent=True; run `ckpt compact` beside it")
+            raise UsageError("compact: cannot be combined with agent=True; run `ckpt compact` in another process")
         if seconds("linger_seconds", self.linger_seconds) is None:
             raise UsageError("linger_seconds: a number of seconds is needed")
         if self.tensorboard is not None and not callable(getattr(self.tensorboard, "add_scalar", None)):

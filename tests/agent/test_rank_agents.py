@@ -500,7 +500,7 @@ def test_a_rank_gets_an_error_at_once_if_another_did_not_come(
     told = as_ranks(2, work, box)
     assert isinstance(told[0], MissingRankError)
     assert isinstance(told[1], FailedRankError), told[1]
-    assert "rank 2 of 3 did not come within 600 s" in str(told[1])
+    assert "rank 2 of 3 did not join within 600 s" in str(told[1])
     assert agents(runtime) == []
 
 

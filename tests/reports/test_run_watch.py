@@ -262,7 +262,7 @@ def test_a_store_that_is_not_there(store: Store) -> None:
     assert (status.latest, status.term, status.writer, status.lag) == (None, 0, "none", None)
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1)
-    assert next(waiting).changes == ("term 1 begins from nothing", "saved 1@1", "term 1 is closed")
+    assert next(waiting).changes == ("term 1 starts from scratch", "saved 1@1", "term 1 is closed")
 
 
 @pytest.mark.parametrize("how", ["delete", "move", "replace", "older copy", "another history", "format", "last slot"])

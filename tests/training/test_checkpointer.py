@@ -528,7 +528,7 @@ def test_it_compacts_in_its_idle_time(tmp_path: Path, monkeypatch: pytest.Monkey
         assert passed.wait(60)
     assert [info.step for info in store.checkpoints()] == [5, 10, 12]
     assert store.verify(deep=True).ok
-    with pytest.raises(UsageError, match="compact: not with agent"):
+    with pytest.raises(UsageError, match="compact: cannot be combined with agent"):
         Checkpointer(store, model=model, agent=True, compact=compact)
 
 

@@ -91,7 +91,7 @@ class AgentRendezvous:
             kept: the state that this rank's earlier agent kept; None: none.
 
         Raises:
-            MissingRankError: a rank did not come in time.
+            MissingRankError: a rank did not join in time.
             AgentBusyError, FailedRankError, RankMismatchError: a rank can have no agent, or is on another machine. No
                 agent was started.
         """

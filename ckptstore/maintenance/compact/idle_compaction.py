@@ -185,7 +185,7 @@ class _IdleCompactor:
         """Warn of an error, once."""
         if (why := f"{type(error).__name__}: {error}") not in self._said:
             self._said.add(why)
-            warn(f"{self._journal.url}: compaction beside the saves failed: {why}")
+            warn(f"{self._journal.url}: compaction while the writer was idle failed: {why}")
 
     def _report(self, done: CompactPass) -> None:
         if self._options.on_pass is None:

@@ -394,4 +394,4 @@ def _checked(optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     if isinstance(found, Sequence) and found and all(isinstance(one, torch.optim.Optimizer) for one in found):
         return list(found)
     inner = " (its .optimizer is one)" if isinstance(getattr(found, "optimizer", None), torch.optim.Optimizer) else ""
-    raise UsageError(f"optimizers: {type(found).__name__}; a torch.optim.Optimizer is wanted{inner}, or several")
+    raise UsageError(f"optimizers: {type(found).__name__}; expected a torch.optim.Optimizer{inner}, or several")

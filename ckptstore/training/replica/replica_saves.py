@@ -383,11 +383,11 @@ class ReplicaSaves(StateSaves):
         if names:
             self._consumed.differed()
             self._remark(
-                f"replica: {names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} became something else "
-                "than the optimizer's arithmetic says, and that step is not saved (weights that are changed outside the "
-                "optimizer: clamped, averaged, swapped; gradients that a hook changes): such tensors are sent whole "
-                "with the next step, the agent computes the others, and where it happens again that tensor is sent in "
-                "every step"
+                f"replica: the agent computed other values than training for {names[0]}"
+                f"{f' and {len(names) - 1} others' if len(names) > 1 else ''}, so that step is not saved (weights are "
+                "changed outside the optimizer: clamped, averaged, swapped; or a hook changes gradients). Such tensors "
+                "are sent whole with the next step, and the agent computes the others. A tensor that differs again is "
+                "sent in every step"
             )
 
     def _remark(self, text: str) -> None:

@@ -34,12 +34,12 @@ def check_replicable(captured: ScriptState) -> None:
     """
     other = "take strategy='gradient' or 'delta', which are as exact"
     if not captured.optimizers:
-        raise UsageError("strategy='replica': there is no optimizer whose steps an agent could take again")
+        raise UsageError("strategy='replica': there is no optimizer whose steps an agent could repeat")
     for optimizer in captured.optimizers:
         kind = type(optimizer)
         if kind.__name__ not in KINDS or kind is not getattr(torch.optim, kind.__name__):
             raise UsageError(
-                f"strategy='replica': an agent takes the steps of torch.optim's {', '.join(KINDS)} again, bit for bit; "
+                f"strategy='replica': an agent repeats the steps of torch.optim's {', '.join(KINDS)} bit for bit; "
                 f"the arithmetic of {kind.__module__}.{kind.__qualname__} is not known: {other}"
             )
         for group in optimizer.param_groups:

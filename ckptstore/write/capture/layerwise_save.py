@@ -100,7 +100,7 @@ class OpenSave:
             return
         if self._save() is not None:
             raise UsageError(
-                f"the layer-wise save of step {self.job.step} is not over: finish or abandon it before the next save"
+                f"the layer-wise save of step {self.job.step} has not ended: finish or abandon it before the next save"
             )
         self.abandon()
 

@@ -143,8 +143,8 @@ def check_replicas(parts: Sequence[RankPart], division: Division, step: int) -> 
     others = f"; so do {len(found) - 1} more tensors" if len(found) > 1 else ""
     raise DivergedReplicasError(
         f"step {step}: tensor {name!r} differs on ranks that should have it alike: {_ranks(odd)} against {_ranks(rest)}"
-        f"{others}. If each rank has its own, name it in RankOptions(per_rank=[...]); if not, hardware or program went "
-        "wrong on one of them",
+        f"{others}. If each rank has its own, name it in RankOptions(per_rank=[...]); if not, hardware or software "
+        "failed on one of them",
         name,
         odd[0],
         step,

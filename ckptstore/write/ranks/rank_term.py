@@ -169,6 +169,6 @@ class RankTerm:
 def unknown(step: int, why: str) -> CommitUnknownError:
     """The error for a step of which this rank cannot know whether it was committed."""
     return CommitUnknownError(
-        f"step {step} may or may not have been saved: rank 0, which commits, cannot be heard: {why}; open the store "
+        f"step {step} may or may not have been saved: rank 0, which commits, cannot be reached: {why}; open the store "
         "again to find out"
     )
