@@ -279,7 +279,7 @@ class _BestMetric:
             return
         self._seen = True
         if not _is_ranked(self._name, value):
-            what = "NaN" if _is_nan(value) else f"no number but {type(value).__name__}"
+            what = "NaN" if _is_nan(value) else f"not a number but {type(value).__name__}"
             warn(
                 f"keep_best: {self._name!r} is {what}; steps where it is that are not ranked",
                 UnsavedStepWarning,
