@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ckptstore.backends.exclusion import alone, root_of
+from ckptstore.backends.exclusion import exclusive_access, root_of
 from ckptstore.errors import (
     CkptError,
     FencedError,
@@ -260,7 +260,7 @@ class Publisher(Polling[Published]):
     # -- the target
 
     def _take_lock(self) -> None:
-        if not self._lock.enter_context(alone(self._target, lambda: False, make=True)):
+        if not self._lock.enter_context(exclusive_access(self._target, lambda: False, make=True)):
             self._lock.close()
             raise WriterError(f"{self._target.url}: another publisher is running here; end it, or use another place")
         self._locked = True

@@ -171,7 +171,7 @@ class StepCheckpoint(pl.Callback):
             )
 
     def _begin(self, trainer: pl.Trainer, loader: object) -> TrainBatches:
-        """The training loader, optimizers and schedules are ready: restore the run -> what Lightning iterates over."""
+        """Restore the run once loader, optimizers and schedules are ready -> what Lightning iterates over."""
         if self.checkpointer is not None:
             raise UsageError("a StepCheckpoint continues one training loader, and the module has several")
         if trainer.ckpt_path is not None:

@@ -85,7 +85,7 @@ def _reached(there: Catalog) -> dict[int, int]:
 
 
 def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) -> tuple[Catalog, tuple[Node, ...]]:
-    """What the remote should have in the end -> a catalog, and the checkpoints that it never gets, ascending.
+    """Choose what the remote will have -> its catalog, and the checkpoints that it never gets, ascending.
 
     Nothing is drained from `damaged` segments, nor checkpoints that cannot be restored without them. A term is still
     being written if it is the remote's newest, or newer. Checkpoints of earlier terms that the remote lacks are a

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 from ckptstore.errors import (
     CorruptLogError,
     CorruptSegmentError,
@@ -60,7 +60,7 @@ def clear_remote(pair: StorePair) -> int:
         CorruptLogError, StorageError: one of the two cannot be read.
     """
     local, remote = pair.local, pair.remote.backend
-    with alone(local.backend), alone(remote):
+    with exclusive_access(local.backend), exclusive_access(remote):
         there = Journal(remote, local.format)
         keys = remote.list("")
         _check_ours(there, keys)

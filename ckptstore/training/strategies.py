@@ -75,7 +75,7 @@ class Circumstances:
 
 
 def chosen(about: Circumstances) -> tuple[Strategy, str]:
-    """What ``auto`` chooses -> the strategy, and the reason."""
+    """Choose the strategy for ``auto`` -> the strategy, and the reason."""
     state = f"{size(about.nbytes)} of state"
     if stores_once(about.frozen, about.nbytes):
         once = f"{size(about.frozen)} of {state} are frozen, and are stored once"

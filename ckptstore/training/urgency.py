@@ -86,7 +86,7 @@ class Urgency:
         return self._stopping or self._notices.ending
 
     def after(self, step: int, moved: bool) -> bool:
-        """A step is done -> whether to save it durably at once.
+        """Note that a step is done -> whether to save it durably now.
 
         Args:
             moved: there is something to save; if not, the next step that has something is the urgent one.

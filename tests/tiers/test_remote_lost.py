@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import ckptstore
 from ckptstore import CorruptLogError, RemoteLostError, RemoteWarning, StorageError, UsageError
 from ckptstore.backends.base import Backend
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 from ckptstore.cli.main import cli
 from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.history.records import slot_key
@@ -60,7 +60,7 @@ def until(what: Callable[[], object]) -> None:
 
 def between_passes(place: Place) -> AbstractContextManager[bool]:
     """While it lasts no pass of the drain is under way: one that began before would not see a change."""
-    return alone(ckptstore.open(place.here, remote=False).backend)
+    return exclusive_access(ckptstore.open(place.here, remote=False).backend)
 
 
 def lost_beside_a_writer(place: Place, part: str) -> list[str]:

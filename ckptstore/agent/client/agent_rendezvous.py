@@ -115,7 +115,7 @@ class AgentRendezvous:
         return RankJob(0, group.size, self.options, token, url, name, listener.fileno()), same
 
     def _join(self, base: str, said: _RankReport, flaw: BaseException | None) -> tuple[bytes, bool]:
-        """The side of a rank above 0 -> the token, and whether all kept the same step."""
+        """On a rank above 0: join rank 0 -> the token, and whether all kept the same step."""
         session, _ = unpack(self._await_letter(request_invitation(self.group, base), self.options.timeout), "invite")
         say_here(self.group, base, session, said.packed())
         if flaw is not None:
@@ -137,7 +137,7 @@ class AgentRendezvous:
         return letter
 
     def _gather_reports(self, base: str, session: str) -> dict[int, _RankReport]:
-        """Rank 0's side: wait for the other ranks -> their reports."""
+        """On rank 0: wait for the other ranks -> their reports."""
         told = "no agents were started", "this"
         letters = gather_ranks(self.group, base, session, self.options.timeout, told, lambda _rank, _size: None)
         return {rank: _RankReport.unpacked(letter, f"rank {rank}") for rank, letter in letters.items()}

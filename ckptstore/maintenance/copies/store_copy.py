@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
 from ckptstore.formats.history.catalog import Catalog
@@ -101,7 +101,7 @@ def copy(
     view = read(journal)
     _chosen(journal, view.catalog, names)  # raises before anything is written
     copying = _CopyRun(journal, view, target, tuple(names), form, progress, threads)
-    with alone(target, make=True):
+    with exclusive_access(target, make=True):
         tries = 0
         while True:
             try:

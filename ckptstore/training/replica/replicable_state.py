@@ -129,7 +129,7 @@ class Replicable:
 def _rows(
     optimizers: Sequence[torch.optim.Optimizer], numbers: Mapping[Any, int], sources: Sequence[Any]
 ) -> Iterator[tuple[Row, set[int], torch.Tensor]]:
-    """The parameters in the state -> row, positions of the tensors of its shape, parameter."""
+    """For each parameter in the state: its row, the positions of its tensors of the same shape, the parameter."""
     for place, optimizer in enumerate(optimizers):
         for group, settings in enumerate(optimizer.param_groups):
             for parameter in settings["params"]:

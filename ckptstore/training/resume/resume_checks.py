@@ -171,7 +171,7 @@ class Comparison:
     # -- the parts
 
     def _each(self, part: str, state: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-        """The objects of a part -> path, object, its state, its description."""
+        """For each object of a part: path, object, its state, its description."""
         mine, about = self._given.of(part), self._about.get(part)
         if isinstance(mine, dict):
             there = set(state) if isinstance(state, dict) else set()

@@ -147,7 +147,7 @@ class RankTerm:
             raise unknown(exchange.step, str(error)) from error
 
     def sweep(self, mailbox: Mailbox) -> bool:
-        """Rank 0: remove the letters of steps whose result every rank has read -> whether none is left."""
+        """On rank 0: remove the letters of steps whose result every rank has read -> whether none is left."""
         left = []
         for answered in self.answered:
             exchange = answered.using(mailbox)

@@ -106,7 +106,7 @@ def join(
     asked: str | None = None,
     flaw: BaseException | None = None,
 ) -> OpenedTerm:
-    """The side of every other rank -> the term that rank 0 has opened.
+    """On every other rank: join -> the term that rank 0 has opened.
 
     Args:
         coding: what this rank's options store besides fulls; has to equal rank 0's (`OpenedTerm.coding`).
