@@ -1,6 +1,6 @@
 """Inert objects of the standard library in pickles that torch loads with ``weights_only``: Namespace, paths, dates.
 
-Training scripts store them beside the weights. A pickle makes an object by a call of a global. The functions here have
+Training scripts store them with the weights. A pickle makes an object by a call of a global. The functions here have
 the names of those globals, check their arguments, and make values only: they import, open and allocate nothing that the
 pickle names. Classes of anything else (an enum, a dataclass, a namedtuple of a script) are never called. Neither is
 `collections.deque`, which torch's unpickler cannot fill: `inert_pickles` reads a file with one.
@@ -160,4 +160,4 @@ ALLOWED_OBJECTS: Final[list[_Allowed]] = [
     (_frozenset, "builtins.frozenset"),
     *((factory, f"builtins.{name}") for name, factory in _FACTORIES.items()),
 ]
-"""For ``torch.serialization.safe_globals``, beside `pickled_arrays.ALLOWED`."""
+"""For ``torch.serialization.safe_globals``, in addition to `pickled_arrays.ALLOWED`."""

@@ -1,4 +1,4 @@
-"""Sets a store's retention rules, and prunes by them, beside a live writer or without one.
+"""Sets a store's retention rules, and prunes by them, with or without a live writer.
 
 `ckptstore.formats.history.retention_rules` decides which checkpoints the rules keep, here and in a writer.
 """

@@ -1,4 +1,4 @@
-"""The open term of a `Checkpointer`: its writer, the saves in flight, and what retention does beside them."""
+"""The open term of a `Checkpointer`: its writer, the saves in flight, and retention."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Each setting gets its own store and fills it with back-to-back saves, so that N of them are always running: T_w is
 defined for this worst case. The first N saves touch their memory for the first time and do not count. The last N - 1 do
-not count either, because fewer saves run beside them.
+not count either, because fewer saves run at the same time.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ class Committer(Commits):
         tell_what_holds_space(error, lambda: self.log.catalog, self.log.journal.backend)
 
     def take_in(self, term: int, change: CatalogChange) -> Outcome:
-        """Commit a change that was made for `term` beside the saves -> the outcome."""
+        """Commit a change that was made for `term` during the saves -> the outcome."""
         if self.ended is not None:
             raise self.ended
         if term != self.log.number:

@@ -266,7 +266,7 @@ class Writer(Finishable):
 
     @warns_last
     def poll(self) -> None:
-        """Answer requests of other processes now (`Store.merge`, `tag`, `retire` ... beside this writer), and fold the
+        """Answer requests of other processes now (`Store.merge`, `tag`, `retire` ... in another process), and fold the
         log if that is due. A writer also does this after every save, and every `poll_seconds`; with many ranks, the
         first rank does.
 

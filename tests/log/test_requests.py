@@ -1,4 +1,4 @@
-"""Requests: changes beside a live writer, which they never fence."""
+"""Requests: changes with a live writer, which they never fence."""
 
 from __future__ import annotations
 

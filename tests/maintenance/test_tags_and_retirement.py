@@ -1,4 +1,4 @@
-"""Tags and retirement of any live checkpoint: beside a live writer, a dead one, one that is fenced meanwhile."""
+"""Tags and retirement of any live checkpoint: with a live writer, a dead one, one that is fenced meanwhile."""
 
 from __future__ import annotations
 

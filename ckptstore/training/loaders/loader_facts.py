@@ -324,7 +324,7 @@ def _drawn_from(loader: Any) -> str | None:
         if any(isinstance(one, rng.Generator) for one in getattr(sampler, "__dict__", {}).values()):
             return "a generator of the sampler's own"
     # torch's own sampler draws its seed from the global generator, after the loader has drawn one from its own.
-    beside = "" if loader.generator is None else ", beside a generator of the loader's own"
+    beside = "" if loader.generator is None else ", in addition to the loader's own generator"
     return f"the global random numbers{beside}"
 
 

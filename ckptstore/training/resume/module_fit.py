@@ -20,7 +20,7 @@ _HOOKS: Final = "_load_state_dict_pre_hooks"
 
 
 def described(module: torch.nn.Module) -> dict[str, Any]:
-    """What a checkpoint records of a module beside its state: the frozen or the trained parameters, whichever list is
+    """What a checkpoint records of a module besides its state: the frozen or the trained parameters, whichever list is
     shorter."""
     kinds = _trained(module)
     frozen, trained = ([name for name, one in kinds.items() if one is wanted] for wanted in (False, True))

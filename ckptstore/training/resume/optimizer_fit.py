@@ -38,7 +38,7 @@ def names_of(optimizer: torch.optim.Optimizer, paths: Mapping[int, Sequence[str]
 
 
 def described(optimizer: torch.optim.Optimizer, paths: Mapping[int, Sequence[str]]) -> dict[str, Any]:
-    """What a checkpoint records of an optimizer beside its state: its class, its parameters' names by number."""
+    """What a checkpoint records of an optimizer besides its state: its class, its parameters' names by number."""
     names = [name or None for group in names_of(optimizer, paths) for name in group]
     return {"class": type(optimizer).__qualname__, "parameters": names}
 
