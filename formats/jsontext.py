@@ -38,7 +38,7 @@ def dumps(value: Any) -> bytes:
 
 
 def bounded(value: Any, *, what: str, max_marks: int = MAX_MARKS) -> bytes:
-    """Return `dumps(value)` after checking that `loads` accepts a text with so many values.
+    """Return `dumps(value)` after checking that it does not have too many values for `loads`.
 
     Raises:
         FormatError: too many values: a text must not be written if it cannot be read.
