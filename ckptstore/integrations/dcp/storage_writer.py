@@ -85,7 +85,8 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         Args:
             store: path or URL. None: ``checkpoint_id`` names it, as ``runs/gpt/100`` or ``ckpt://runs/gpt/step-100``.
             step: the step of the checkpoint. None: ``checkpoint_id`` names it, else it is the next one.
-            replace: allow to save the newest step again, as `FileSystemWriter` does. See `Writer.save`.
+            replace: allow to save the newest step again, as `FileSystemWriter` does; `step` or ``checkpoint_id`` has
+                to name it. See `Writer.save`.
             group: the process group whose ranks save together, the same that ``dcp.save`` uses. None: this process
                 alone, as with ``no_dist=True``. ``world``: all ranks, if `torch.distributed` is initialised.
             metadata, tags: see `Writer.save`.
