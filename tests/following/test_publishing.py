@@ -603,7 +603,7 @@ def test_what_is_refused(store: ckptstore.Store, save: Save, tmp_path: Path) -> 
         store.publish(tmp_path / "a", files=tmp_path / "nothing")
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "model card.md").write_text("")
-    with pytest.raises(UsageError, match="model card.md: the name of a published file"):
+    with pytest.raises(UsageError, match=r"model card\.md: the name of a published file"):
         store.publish(tmp_path / "a", files=tmp_path / "files")
     save(1)
     with pytest.raises(UsageError, match="is a checkpoint store"):
