@@ -6,7 +6,9 @@ import copy
 import errno
 import io
 import os
+import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +34,7 @@ from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of 
 from ckptstore.integrations.dcp.host_copy import HostCopy  # noqa: E402
 from ckptstore.integrations.dcp.save_turns import SaveTurns, turns_of  # noqa: E402
 from tests.forms import long_only  # noqa: E402
+from tests.integrations import dcp_loop  # noqa: E402
 from tests.integrations.dcp_job import same  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
@@ -410,6 +413,44 @@ def run(warm: Warm, folder: Path, size: int, *names: str) -> None:
             rank.kill()
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
+
+
+@long_only
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_is_killed_five_times_has_the_same_losses(tmp_path: Path, warm: Warm, workers: int) -> None:
+    """Dropout, shuffling, two micro-batches in a step, every step saved; killed at random."""
+
+    def start(store: str, losses: str) -> Any:
+        command = [sys.executable, "-m", "tests.integrations.dcp_loop", str(tmp_path / store), str(tmp_path / losses)]
+        return warm.start([*command, str(workers)])
+
+    def lines(losses: str) -> list[str]:
+        path = tmp_path / losses
+        return path.read_text().splitlines() if path.exists() else []
+
+    with start("whole", "wanted") as whole:
+        assert whole.wait() == 0
+    wanted = lines("wanted")
+    assert len(set(wanted)) == dcp_loop.STEPS
+    chance, kills = random.Random(workers), 0
+    while kills < 5:
+        with start("run", "losses") as run:
+            before, enough = len(lines("losses")), chance.randrange(1, 6)
+            while run.poll() is None and len(lines("losses")) < before + enough:
+                time.sleep(0.001)
+            time.sleep(chance.random() * 0.02)
+            run.kill()
+            ended = run.wait()
+        kills += ended == -signal.SIGKILL
+        if ended == 0:
+            break
+    with start("run", "losses") as run:
+        assert run.wait() == 0
+    assert list(dict.fromkeys(lines("losses"))) == wanted, "a repeated step has the same loss"
+    assert kills >= 4
+    store = ckptstore.open(tmp_path / "run")
+    assert store.latest_step() == dcp_loop.STEPS
+    assert store.verify(deep=True).ok
 
 
 def test_ranks(tmp_path: Path, warm: Warm) -> None:
