@@ -89,7 +89,7 @@ _REPORT_DAMAGE = frozenset({"gc", "log", "stats", "watch"})
 """Commands whose own output names damaged slots: they print no warning about them."""
 
 EPILOG = """\b
-REF names a checkpoint: latest | STEP | STEP@TERM | tag:NAME
+REF names a checkpoint: latest | STEP | STEP@TERM | tag:NAME | best:METRIC
 STORE is a path or a URL. If CKPT_STORE is set, it may be omitted before a REF
 or at the end, and `-` stands for it anywhere.
 

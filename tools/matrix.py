@@ -5,6 +5,9 @@ newest that pip finds. Each pair gets its own virtual environment under ``.cache
 Linux a CUDA build of several gigabytes), then ckptstore with its extras ``torch``, ``fast`` and ``test``. The tests of
 `SELECTION` run there. The environment is deleted afterwards.
 
+With the oldest torch come the oldest `FRAMEWORKS` that ``pyproject.toml`` admits, else the newest that pip finds. A
+test file skips itself where torch is too old for it.
+
 A Python that this machine does not have is not installed: the pair is reported as not run. The exit code is 0 only if
 every pair was run and passed.
 """
@@ -38,9 +41,29 @@ SELECTION: Final = (
     "tests/training/test_torch_optimizers.py",
     "tests/training/test_checkpointer.py",
     "tests/training/test_resume_changes.py",
+    "tests/integrations/test_dcp.py",
+    "tests/integrations/test_huggingface.py",
+    "tests/integrations/test_accelerate.py",
+    "tests/integrations/test_lightning_callback.py",
+    "tests/integrations/test_lightning_io.py",
+    "tests/integrations/test_adapters.py",
 )
-"""The tests that depend most on Python and torch: bits of every dtype, torch's tensors and optimizers, a whole training
-loop."""
+"""The tests that depend most on Python, torch and the frameworks: bits of every dtype, torch's tensors and optimizers,
+a whole training loop, alone and in each framework."""
+FRAMEWORKS: Final = ("lightning", "transformers", "accelerate", "peft", "schedulefree", "torchao", "bitsandbytes")
+"""Packages of the extra ``test`` whose oldest and newest versions are tested."""
+
+_PINNED_WITH_FRAMEWORKS: Final = (
+    *FRAMEWORKS,
+    *("pytorch-lightning", "lightning-utilities", "torchmetrics", "tokenizers", "huggingface-hub", "hf-xet"),
+)
+"""Without these in ``constraints.txt`` pip chooses what a framework's version needs."""
+_ASK: Final = f"""
+import platform
+from importlib.metadata import version
+named = ", ".join(f"{{name}} {{version(name)}}" for name in ("torch", *{FRAMEWORKS[:4]!r}))
+print(f"Python {{platform.python_version()}}, {{named}}")
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +104,15 @@ def torches() -> dict[str, str]:
     oldest = re.fullmatch(r"torch>=(\d+\.\d+)", wanted)
     assert oldest, f"pyproject.toml asks for {wanted}, not for torch>=MAJOR.MINOR"
     return {"oldest": f"torch=={oldest[1]}.*", "newest": wanted}
+
+
+def oldest_frameworks() -> list[str]:
+    """pip's requirements of the oldest version of each of the `FRAMEWORKS`, as constraints."""
+    found = {}
+    for one in _project()["optional-dependencies"]["test"]:
+        name, _, version = one.partition(">=")
+        found[name] = version.partition(",")[0]
+    return [f"{name}=={found[name]}.*" for name in FRAMEWORKS]
 
 
 def _project() -> dict[str, list[str] | dict[str, list[str]]] | dict:  # type: ignore[type-arg]
@@ -143,10 +175,11 @@ def run(pair: Pair, tests: Sequence[str], keep: bool) -> Result:
         _call([*pip, torches().get(pair.torch, f"torch=={pair.torch}")])
         brought = pinned(_call([str(python), "-m", "pip", "freeze"]))
         constraints = folder / "constraints.txt"
-        constraints.write_text(without((ROOT / "constraints.txt").read_text(), brought))
+        pins = without((ROOT / "constraints.txt").read_text(), [*brought, *_PINNED_WITH_FRAMEWORKS])
+        oldest = oldest_frameworks() if pair.torch == "oldest" else []
+        constraints.write_text(pins + "".join(f"{one}\n" for one in oldest))
         _call([*pip, "-c", str(constraints), "-e", f"{ROOT}[torch,test]"])
-        ask = "import platform, torch; print(f'Python {platform.python_version()}, torch {torch.__version__}')"
-        installed = _call([str(python), "-c", ask]).strip()
+        installed = _call([str(python), "-c", _ASK]).strip()
         command = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *tests]
         told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         last = (told.stdout.strip() or told.stderr.strip()).splitlines()[-1].strip("= ")

@@ -157,6 +157,11 @@ class _Contents:
                 "ckptstore.integrations.huggingface or imported from a Trainer's folder. With --layout hf pass "
                 "--config FOLDER of the model it came from, or leave --layout out to write only the weights"
             )
+        if "adapter_config.json" in files and layout == "hf":
+            raise UsageError(
+                f"checkpoint {found.ref} is of a PEFT model, whose names from_pretrained does not know: restore it "
+                "with --layout hf-trainer, or resume it in Python and call model.save_pretrained(DIR)"
+            )
         self._files: Mapping[str, Any] = files
         if self._whole and self._state() is None:
             raise UsageError(f"checkpoint {found.ref} holds no state of a Trainer: --layout hf writes only the model")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
 __all__ = ["PublishOptions", "Published", "Publisher"]
 
 _SHARD: Final = 5_000_000_000
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST: Final = 1_000_000
 
 
@@ -105,8 +107,10 @@ class PublishOptions:
         whole("full_every", self.full_every, 1, _MOST)
         if self.max_shard_bytes is not None:
             whole("max_shard_bytes", self.max_shard_bytes, 1)
-        if self.files is not None and not Path(self.files).is_dir():
-            raise UsageError(f"files: {os.fspath(self.files)} is not a folder")
+        if self.files is not None:
+            if not Path(self.files).is_dir():
+                raise UsageError(f"files: {os.fspath(self.files)} is not a folder")
+            _small_files(Path(self.files))
 
     @property
     def selection(self) -> str | Sequence[str] | PrefixSelection | None:
@@ -255,6 +259,8 @@ class Publisher(Polling[Published]):
     def _is_there(self, manifest: Manifest | None, journal: Journal, entry: CheckpointEntry) -> bool:
         if manifest is None or (manifest.run, manifest.ref, manifest.state) != (journal.run, entry.ref, entry.state):
             return False
+        if self._options.sha256 and any(tensor.sha256 is None for tensor in manifest.tensors):
+            return False  # it was published without
         return (manifest.layout, manifest.selection) == (self._options.layout, self._options.selected)
 
     # -- the target
@@ -532,11 +538,27 @@ def _refuse_store(target: Backend) -> None:
         raise UsageError(f"{target.url} is a checkpoint store: publish to another place")
 
 
-def _files_in(folder: Path) -> Mapping[str, bytes]:
-    """The small files in a folder, without those of weights. Raises `StorageError`."""
+def _small_files(folder: Path) -> list[Path]:
+    """The small files in a folder, without hidden ones and those of weights. Raises `StorageError`, `UsageError`."""
     weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
     try:
         files = [one for one in sorted(folder.iterdir()) if one.is_file() and not one.name.startswith(".")]
-        return {one.name: one.read_bytes() for one in files if not one.name.endswith(weights)}
+    except OSError as error:
+        raise StorageError(error.errno, error.strerror, str(folder)) from error
+    found = [one for one in files if not one.name.endswith(weights)]
+    for one in found:
+        # Prevents: an error only after all weights were written.
+        if _NAME.fullmatch(one.name) is None:
+            raise UsageError(
+                f"files: {one}: the name of a published file has ASCII letters, digits, '_', '.' and '-' alone, and "
+                "begins with none of the last two: rename it, or name a folder that has the model's files alone"
+            )
+    return found
+
+
+def _files_in(folder: Path) -> Mapping[str, bytes]:
+    """Name -> contents of the `_small_files` in a folder. Raises as they do."""
+    try:
+        return {one.name: one.read_bytes() for one in _small_files(folder)}
     except OSError as error:
         raise StorageError(error.errno, error.strerror, str(folder)) from error

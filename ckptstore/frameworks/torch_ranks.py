@@ -7,7 +7,7 @@ other. No call waits inside the store, because it would occupy the connection.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -39,6 +39,18 @@ class StoreMailbox:
         with self._call():
             self._store.set(key, value)
             self._store.check([key])  # waits for the set: `set` alone returns before the store has the value
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        """See `Mailbox.set_all`."""
+        keys = list(values)
+        with self._call():
+            self._store.multi_set(keys, list(values.values()))
+            self._store.check(keys[-1:])
+
+    def get_all(self, keys: list[str]) -> list[bytes] | None:
+        """See `Mailbox.get_all`."""
+        with self._call():
+            return [bytes(value) for value in self._store.multi_get(keys)] if self._store.check(keys) else None
 
     def get(self, key: str) -> bytes | None:
         """See `Mailbox.get`."""

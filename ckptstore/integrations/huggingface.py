@@ -94,8 +94,6 @@ class CkptstoreCallback(TrainerCallback):
             raise UsageError(f"{name!r}: leave it out, because the callback sets it")
         if options.get("agent") or strategy == "replica":
             raise UsageError("agent=True and strategy='replica' are not supported with the Trainer: leave them out")
-        if options.get("only") is not None:
-            raise UsageError("only: the Trainer resumes from a folder with the whole model: leave it out")
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise UsageError(f"every: {every!r}; expected a number of steps, or None")
         self.checkpointer: Checkpointer | None = None
@@ -176,7 +174,7 @@ class CkptstoreCallback(TrainerCallback):
         if self.checkpointer is not None:  # of a training that an error ended
             self.checkpointer.close()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        _check_supported(args, model)
+        _check_supported(args, model, self._options)
         self._check_stateful(state, args)
         self._record = TrainerRecord(files_of(model, kwargs.get("processing_class"), args))
         self._record.note(state, self._stateful)
@@ -250,7 +248,7 @@ class CkptstoreCallback(TrainerCallback):
         if "train_runtime" in (logs or {}):  # the sums over the training: it is over
             self._finish(state, control)
             if args.load_best_model_at_end:
-                state.best_model_checkpoint = self._best_model(state)
+                state.best_model_checkpoint = self._best_model(state, kwargs["model"])
             return
         self._measured(logs or {})
         if not control.should_evaluate and not _ends_epoch(state):
@@ -324,13 +322,19 @@ class CkptstoreCallback(TrainerCallback):
             self._watched += 1
             self._drawn_since = rng.global_states()
 
-    def _best_model(self, state: TrainerState) -> str | None:
-        """A folder with the best model; None: the store has none."""
+    def _best_model(self, state: TrainerState, model: torch.nn.Module) -> str | None:
+        """A folder with the best model; None: the store has none, or its adapters were loaded."""
         step = state.best_global_step
         if step is None:
             return None
         if all(one.step != step for one in self._store.checkpoints()):
             _LOG.warning("%s: step %d, the best, is not in the store: the last model stays", self._store.url, step)
+            return None
+        if _has_adapters(model):
+            # The Trainer would look for a folder of adapters alone. What is frozen is what it was.
+            trained = {name for name, one in model.named_parameters() if one.requires_grad}
+            found = self._store.load(step, select=[f"model.{name}" for name in trained])["model"]
+            model.load_state_dict({name: one for name, one in found.items() if name in trained}, strict=False)
             return None
         self._best = ResumeFolder(self._cache_dir)
         path = self._best.path / f"checkpoint-{step}"
@@ -378,14 +382,32 @@ def _ends_epoch(state: TrainerState) -> bool:
     return float(state.epoch or 0).is_integer() and state.global_step > 0
 
 
-def _check_supported(args: TrainingArguments, model: torch.nn.Module) -> None:
+def _has_adapters(model: torch.nn.Module) -> bool:
+    """Whether it is a model of PEFT."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def _check_supported(args: TrainingArguments, model: torch.nn.Module, options: Mapping[str, Any]) -> None:
     """Raise `UsageError` for what the Trainer does in another way."""
     if getattr(args, "deepspeed", None):
         raise UsageError("CkptstoreCallback does not support DeepSpeed, which keeps the optimizer to itself")
     if getattr(args, "fsdp", None):
         raise UsageError("CkptstoreCallback does not support the Trainer's fsdp=: use a loop with the Checkpointer")
-    if hasattr(model, "peft_config"):
-        raise UsageError("CkptstoreCallback does not support PEFT models yet: use a loop with the Checkpointer")
+    if options.get("only") is not None and not _has_adapters(model):
+        raise UsageError(
+            "only: for a model of PEFT. Of another one the Trainer resumes from a folder with the whole model: leave "
+            "it out; frozen weights are stored once all the same"
+        )
+    if hasattr(model, "peft_config") and not _has_adapters(model):
+        raise UsageError(
+            "CkptstoreCallback: adapters that were added by the model's own add_adapter() are not supported, because "
+            "the Trainer saves and resumes them in another way: use peft.get_peft_model(model, config)"
+        )
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        raise UsageError(
+            "CkptstoreCallback does not support quantized models: the Trainer resumes them with load_state_dict, which "
+            "their layers cannot do. Use a loop with the Checkpointer, which can (docs/adapters.md)"
+        )
 
 
 def _retention(args: TrainingArguments, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any, Final, Literal
 
 import torch
@@ -132,7 +133,13 @@ class CkptstoreIO(CheckpointIO):
         name = _absolute(path)
         found = self._find(name, os.fspath(path))
         if found is None:
-            loaded: dict[str, Any] = TorchCheckpointIO().load_checkpoint(name, map_location, weights_only)
+            loaded: dict[str, Any]
+            if weights_only is None:
+                loaded = TorchCheckpointIO().load_checkpoint(name, map_location)
+            elif "weights_only" in signature(TorchCheckpointIO.load_checkpoint).parameters:
+                loaded = TorchCheckpointIO().load_checkpoint(name, map_location, weights_only)
+            else:  # Lightning 2.5
+                loaded = torch.load(name, map_location=map_location, weights_only=weights_only)
             return loaded
         self._parent = found.ref
         device = map_location if isinstance(map_location, _LOADABLE) else None

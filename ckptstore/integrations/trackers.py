@@ -9,11 +9,13 @@ No tracker is imported: its object is recognized by its methods.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any, Final, TypeAlias
 
 from ckptstore.errors import UsageError
-from ckptstore.training.save_reports import curves
+from ckptstore.training.save_reports import CURVES, curves
 from ckptstore.write.saves.save_metrics import OnMetrics, SaveMetrics
 
 __all__ = ["tracked"]
@@ -21,6 +23,8 @@ __all__ = ["tracked"]
 _Send: TypeAlias = Callable[[Mapping[str, float], int], object]
 """Sends numbers by name, and the step."""
 _STEP: Final = "step"
+_SAVES: Final = "saves"
+_FAILED: Final = "failed"
 
 
 def tracked(tracker: Any, *, prefix: str = "ckptstore/", run_id: str | None = None) -> OnMetrics:
@@ -32,16 +36,19 @@ def tracked(tracker: Any, *, prefix: str = "ckptstore/", run_id: str | None = No
     Args:
         tracker: a ``SummaryWriter`` of TensorBoard; a run of Weights & Biases; the module `mlflow`, or an
             ``MlflowClient``.
-        prefix: begins each name.
+        prefix: begins each name. A run of Weights & Biases needs one.
         run_id: with MLflow: the run. None: the one that is active now, in this thread. An ``MlflowClient`` needs it.
 
     Raises:
-        UsageError: it is none of these; MLflow has no active run.
+        UsageError: it is none of these; MLflow has no active run; Weights & Biases has no prefix.
+
+    A row of Weights & Biases is what the script logs until its ``log()`` ends the row. If several saves end in that
+    time, the row has their means, and ``saves`` is their number.
     """
     send = _sender(tracker, prefix, run_id)
 
     def ended(metrics: SaveMetrics) -> None:
-        numbers = curves(metrics) | ({} if metrics.error is None else {"failed": 1.0})
+        numbers = curves(metrics) | ({} if metrics.error is None else {_FAILED: 1.0})
         send({f"{prefix}{name}": value for name, value in numbers.items()}, metrics.step)
 
     return ended
@@ -83,13 +90,29 @@ def _tensorboard(writer: Any) -> _Send:
 def _wandb(run: Any, prefix: str) -> _Send:
     # A run has one step, which only increases, and `log(step=)` drops what is older. Saves end later than their steps,
     # so they have an axis of their own.
-    axis = f"{prefix}{_STEP}"
+    if not prefix:
+        raise UsageError("prefix: '' would take the run's own metrics for those of saves: give one that ends in '/'")
+    axis, count, failed = f"{prefix}{_STEP}", f"{prefix}{_SAVES}", f"{prefix}{_FAILED}"
     run.define_metric(axis, hidden=True)
-    run.define_metric(f"{prefix}*", step_metric=axis)
+    for name in (*CURVES, _SAVES, _FAILED):  # not `prefix*`, which may be the beginning of the script's own names
+        run.define_metric(f"{prefix}{name}", step_metric=axis)
+    lock = threading.Lock()
+    row: list[Mapping[str, float]] = []
+    at: Any = None
 
     def send(numbers: Mapping[str, float], step: int) -> None:
-        # Prevents: a step of the run that the script did not take. The numbers are sent with its next log().
-        run.log({axis: step, **numbers}, commit=False)
+        nonlocal at
+        with lock:
+            if (now := getattr(run, "step", None)) != at or now is None:
+                row.clear()
+                at = now
+            row.append(numbers)
+            names = {name for one in row for name in one}
+            means = {name: fmean(one[name] for one in row if name in one) for name in names if name != failed}
+            lost = {failed: float(sum(failed in one for one in row))} if failed in names else {}
+            # Prevents: a step of the run that the script did not take. The numbers are sent with its next log(); until
+            # then each call replaces what the call before has sent.
+            run.log({axis: step, count: len(row), **means, **lost}, commit=False)
 
     return send
 

@@ -104,6 +104,14 @@ def files_of(model: torch.nn.Module, processing_class: Any, arguments: Any) -> d
         arguments: the `TrainingArguments`, stored as ``torch.save`` writes them and never read back.
     """
     with tempfile.TemporaryDirectory(prefix="ckptstore-files-") as folder:
+        adapted: Any = model
+        if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            adapters = list(adapted.peft_config.values())
+            if len(adapters) == 1:  # as `save_pretrained` of PEFT writes it
+                saved = copy.deepcopy(adapters[0])
+                saved.inference_mode = True
+                saved.save_pretrained(folder)
+            model = adapted.get_base_model()
         config: Any = getattr(model, "config", None)
         if hasattr(config, "save_pretrained"):
             config = copy.deepcopy(config)

@@ -1,7 +1,9 @@
 """Resolves REFs: finds the checkpoint that a REF names (`ckptstore.formats.history.checkpoint_ref` parses it).
 
 ``latest`` is the highest step of the newest term (of an empty term, its parent). ``STEP`` is that step in the newest
-term that has it. ``STEP@TERM`` is exact. ``tag:NAME`` is the checkpoint that the tag names.
+term that has it. ``STEP@TERM`` is exact. ``tag:NAME`` is the checkpoint that the tag names. ``best:METRIC`` is the one
+of ``latest`` and those it continues from that has the lowest number of this name in its metadata, with ``:max`` the
+highest; of equal ones the newest.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from difflib import get_close_matches
 from typing import Final
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, UsageError
+from ckptstore.formats.history import rule_rankings
 from ckptstore.formats.history.catalog import Catalog, TermEntry
 from ckptstore.formats.history.checkpoint_ref import LATEST, Ref, check_tag
 from ckptstore.formats.history.records import CheckpointEntry, ref_of
@@ -30,17 +33,19 @@ def resolve(catalog: Catalog, ref: Ref | str | int) -> CheckpointEntry:
 
     Args:
         catalog: the folded log.
-        ref: ``latest``, ``STEP``, ``STEP@TERM`` or ``tag:NAME``; a whole number of any type is a STEP.
+        ref: ``latest``, ``STEP``, ``STEP@TERM``, ``tag:NAME`` or ``best:METRIC``; a whole number of any type is a STEP.
 
     Raises:
         UsageError: `ref` is none of these.
         CheckpointNotFoundError: no checkpoint matches it; the message lists the nearest steps, or the tags.
-        CorruptLogError: a damaged slot leaves ``latest`` undecided, or may have held a newer checkpoint of this STEP;
+        CorruptLogError: a damaged slot leaves ``latest`` undecided, or may have held a newer or better checkpoint;
             names the slot and a REF that can be used instead.
     """
     wanted = parsed(catalog, ref)
     if wanted.tag is not None:
         return _by_tag(catalog, wanted.tag)
+    if wanted.best is not None:
+        return _by_metric(catalog, wanted.best, wanted.highest)
     if wanted.step is not None:
         return _by_step(catalog, wanted.step, wanted.term)
     newest = catalog.latest()
@@ -153,6 +158,29 @@ def _by_tag(catalog: Catalog, name: str) -> CheckpointEntry:
         error = CheckpointNotFoundError(f"no tag {name!r}; {there}")
         if close := get_close_matches(name, catalog.tags, n=1):
             error.add_note(f"did you mean tag:{close[0]}?")
+        raise error
+    return entry
+
+
+def _by_metric(catalog: Catalog, name: str, highest: bool) -> CheckpointEntry:
+    """The best checkpoint of the line of ``latest``."""
+    on_line, sign = rule_rankings.line(catalog), 1.0 if highest else -1.0
+    ranked = [
+        (sign * value, node[1], node[0])
+        for node, extra in catalog.checkpoints.extras().items()
+        if (value := rule_rankings.metric_in(extra, name)) is not None and on_line(node)
+    ]
+    best = max(ranked, default=None)
+    entry = None if best is None else catalog.checkpoints[best[2], best[1]]
+    if lost := _loss_text(catalog):
+        left = "" if entry is None else f"; the best that is left is {entry.ref}: name that to use it"
+        raise CorruptLogError(f"{lost}, and may have held a checkpoint with a better {name!r}{left}")
+    if entry is None:
+        known = rule_rankings.names(catalog)
+        there = f"the metrics are {', '.join(known[:20])}" if known else "no checkpoint has metrics"
+        error = CheckpointNotFoundError(f"no checkpoint of the newest line has the metric {name!r:.80}; {there}")
+        if close := get_close_matches(name, known, n=1):
+            error.add_note(f"did you mean best:{close[0]}?")
         raise error
     return entry
 

@@ -59,8 +59,8 @@ def save(
         obj: tensors, numbers, texts, lists, dicts of these ..., such as a ``state_dict()``; no objects with code.
         path: a folder or URL of a store, or a local file.
         step: the number of the checkpoint; above the newest one. None: the next.
-        replace: `step` may be that of the newest checkpoint, which is then replaced as `Writer.save` does. A file is
-            always replaced.
+        replace: `step`, which has to be given, may be that of the newest checkpoint, which is then replaced as
+            `Writer.save` does. A file is always replaced.
         keep: how many of the newest checkpoints stay, or retention rules as in `Store.writer`. Those with a tag always
             stay. None: two in a store that this call creates; another store keeps its rules.
         tags, metadata: as for `Writer.save`.

@@ -25,6 +25,10 @@ class Scalars(Protocol):
         """Add one point of a curve."""
 
 
+CURVES: Final = ("stall", "waited", "in_flight", "lag", "durable", "stored", "ratio")
+"""All names that `curves` gives."""
+
+
 def curves(metrics: SaveMetrics) -> dict[str, float]:
     """A save's numbers by name: seconds, bytes, and as ``ratio`` the stored part of each byte. A failed one has few."""
     found = {"stall": metrics.stall, "waited": metrics.waited, "in_flight": metrics.in_flight, "lag": metrics.lag}

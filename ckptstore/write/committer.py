@@ -475,5 +475,5 @@ class Committer(Commits):
 
 
 def may_mean(ref: Ref, step: int, labels: Labels) -> bool:
-    """Whether a REF may name a step that is not in the catalog yet: the step's number, its tag, or ``latest``."""
-    return ref.is_latest or ref.step == step or ref.tag in labels.tags
+    """Whether a REF may name a step that is not in the catalog yet: by its number, tag or metric, or as ``latest``."""
+    return ref.is_latest or ref.best is not None or ref.step == step or ref.tag in labels.tags

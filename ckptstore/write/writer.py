@@ -115,16 +115,17 @@ class Writer(Finishable):
                 ``latest`` lead to the old checkpoint until this one is durable, and to this one from then on, also
                 after a crash. The old one remains as ``STEP@TERM`` until the retention rules retire it; its tags stay
                 with it. As `rollback` does, this waits for earlier saves and begins a new term; so no other thread may
-                save meanwhile, all ranks give the same `replace`, and the checkpoint is a full. To save a step below
-                the newest one, call `rollback` first.
+                save meanwhile, all ranks give the same `replace`, and the checkpoint is a full. It needs `step`. To
+                save a step below the newest one, call `rollback` first.
 
         Raises:
             UnsupportedStateError: a value in `state` cannot be stored; the error names its key path. Nothing was
                 written.
             StepOrderError: the step exists, or is not above the parent's; with `replace`: it is below the newest
                 checkpoint's. Nothing was written.
-            UsageError: `metadata` or `tags` cannot be stored; `replace`, and an agent saves; or a signal handler calls
-                this while the same thread is inside `save`, `save_async` or `begin`. Nothing was written.
+            UsageError: `metadata` or `tags` cannot be stored; `replace` without `step`, or where an agent saves; or a
+                signal handler calls this while the same thread is inside `save`, `save_async` or `begin`. Nothing was
+                written.
             with `replace` also as `rollback`; then the old checkpoint is still the newest.
             RankError: the ranks could not save this step; its subclasses tell why. Nothing was committed, and the next
                 step may be saved.
@@ -134,8 +135,8 @@ class Writer(Finishable):
         """
         refuse_within(self, self._WAIT)
         labels, given = Labels.of(metadata, tags), _given(step)
-        if replace and given is not None:
-            self._make_way(given)
+        if replace:
+            self._make_way(_named(given))
         return self._save(state, given, labels, updates, as_progress(progress))
 
     @warns_last
@@ -166,8 +167,8 @@ class Writer(Finishable):
         """
         refuse_within(self, self._WAIT)
         labels, given = Labels.of(metadata, tags), _given(step)
-        if replace and given is not None:
-            self._make_way(given)
+        if replace:
+            self._make_way(_named(given))
         return self._save_async(state, given, labels, updates)
 
     def _make_way(self, step: int) -> None:
@@ -391,6 +392,14 @@ class Writer(Finishable):
             if error is None:
                 raise
             note_lost(error, self.url, lost)
+
+
+def _named(step: int | None) -> int:
+    """The step that a save replaces. Raises `UsageError`."""
+    if step is None:
+        # Prevents: a script that believes it overwrites a checkpoint, and stores another one with each save.
+        raise UsageError("replace=True: say which step: step=None is always a new one")
+    return step
 
 
 def _given(step: Any) -> int | None:

@@ -68,7 +68,12 @@ _LONGEST_PAUSE = 60.0
 @click.option(
     "--every", type=float, default=2.0, metavar="SECONDS", help="With --follow: time between two polls. Default: 2."
 )
-@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Exit after this long without one.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="With --follow: exit after this long without one.",
+)
 def command(
     store: str,
     to: str,
@@ -92,6 +97,8 @@ def command(
     each tensor. A version appears whole, by one rename or one PUT of latest.json. Old versions are removed. A killed
     command leaves the previous version; the same command continues. Ctrl-C ends it.
     """
+    if timeout is not None and not follow:
+        raise click.UsageError("--timeout is for --follow: without it the command publishes the newest, and exits")
     with progress("publishing") as advance:
         publisher = opened(store).publish(
             to,

@@ -1,7 +1,7 @@
 """Parse a REF, the text that names a checkpoint, into a value.
 
-The forms are ``latest`` | ``STEP`` | ``STEP@TERM`` | ``tag:NAME``, and ``A..B`` for a range of two. Only this module
-knows how they are written. `ckptstore.log.refs` looks up a `Ref` in a catalog.
+The forms are ``latest`` | ``STEP`` | ``STEP@TERM`` | ``tag:NAME`` | ``best:METRIC`` | ``best:METRIC:max``, and ``A..B``
+for a range of two. Only this module knows how they are written. `ckptstore.log.refs` looks up a `Ref` in a catalog.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ __all__ = [
 
 LATEST: Final = "latest"
 _TAG: Final = "tag:"
+_BEST: Final = "best:"
+_DIRECTIONS: Final = {":max": True, ":min": False}
 _NUMBERS: Final = r"([0-9]{1,16})(?:@([0-9]{1,10}))?"
 _STEP: Final = re.compile(rf"{_NUMBERS}\Z")
-_WRITTEN: Final = rf"(?:{LATEST}|{_NUMBERS}|{_TAG}.+)"
+_WRITTEN: Final = rf"(?:{LATEST}|{_NUMBERS}|{_TAG}.+|{_BEST}.+)"
 LIKE_A_REF: Final = re.compile(rf"{_WRITTEN}\Z")
 """Matches a word that has the form of a REF, even if its tag name is not allowed."""
 LIKE_A_RANGE: Final = re.compile(rf"{_WRITTEN}\.\.{_WRITTEN}\Z")
@@ -45,11 +47,15 @@ class Ref:
         step: the step of ``STEP`` or ``STEP@TERM``.
         term: the term of ``STEP@TERM``; None: the newest term that has the step.
         tag: the name in ``tag:NAME``. An invalid tag name raises `UsageError`.
+        best: the metric of ``best:METRIC``.
+        highest: whether its highest value is the best one (``best:METRIC:max``).
     """
 
     step: int | None = None
     term: int | None = None
     tag: str | None = None
+    best: str | None = None
+    highest: bool = False
 
     def __post_init__(self) -> None:
         if self.tag is not None:
@@ -73,6 +79,12 @@ class Ref:
             return cls()
         if text.startswith(_TAG):
             return cls(tag=text.removeprefix(_TAG))
+        if text.startswith(_BEST):
+            highest = _DIRECTIONS.get(text[-4:])
+            name = text.removeprefix(_BEST) if highest is None else text[len(_BEST) : -4]
+            if not name:
+                raise UsageError(f"{text!r:.80}: name the metric: best:METRIC, or best:METRIC:max")
+            return cls(best=name, highest=bool(highest))
         match = _STEP.match(text)
         if match is None:
             raise _no_ref(text, tags)
@@ -81,7 +93,7 @@ class Ref:
     @property
     def is_latest(self) -> bool:
         """Whether the REF is ``latest``."""
-        return self.step is None and self.tag is None
+        return self.step is None and self.tag is None and self.best is None
 
     @property
     def node(self) -> Node | None:
@@ -92,6 +104,9 @@ class Ref:
         """Return the text of the REF: `Ref.parse` of it is an equal `Ref`."""
         if self.tag is not None:
             return f"{_TAG}{self.tag}"
+        if self.best is not None:
+            name = f"{_BEST}{self.best}"
+            return f"{name}:max" if self.highest else f"{name}:min" if self.best[-4:] in _DIRECTIONS else name
         if self.step is None:
             return LATEST
         return str(self.step) if self.term is None else ref_of((self.term, self.step))
@@ -157,7 +172,7 @@ def _number(ref: object) -> str:
 def _no_ref(ref: object, tags: Iterable[str] = ()) -> UsageError:
     from difflib import get_close_matches  # imported only for an error, so that the command starts fast
 
-    error = UsageError(f"{ref!r:.80} is not a REF; use latest, STEP, STEP@TERM or tag:NAME")
+    error = UsageError(f"{ref!r:.80} is not a REF; use latest, STEP, STEP@TERM, tag:NAME or best:METRIC")
     if isinstance(own := getattr(ref, "ref", None), str):  # a CheckpointInfo
         error.add_note(f"name a checkpoint by its ref: {own!r}")
     bare = {LATEST: LATEST, **{name: f"{_TAG}{name}" for name in tags}}

@@ -53,6 +53,8 @@ def test_mistakes(ckpt: Run, run: Path, tmp_path: Path) -> None:
     assert ckpt("publish", run).code == 2
     assert ckpt("publish", run, "--to", to, "--every", "0").code == 2
     assert ckpt("publish", run, "--to", to, "--keep", "0").code == 2
+    limited = ckpt("publish", run, "--to", to, "--timeout", "3")
+    assert (limited.code, "--timeout is for --follow" in limited.err) == (2, True)
     assert ckpt("publish", run, "--to", to, "--layout", "gguf").code == 2
     assert ckpt("publish", run, "--to", run / "published").code == 2
     assert ckpt("publish", tmp_path / "nothing", "--to", to).code == 3

@@ -490,6 +490,15 @@ def test_the_configuration_that_a_checkpoint_holds(store: ckptstore.Store, tmp_p
     }
 
 
+def test_checksums_that_are_asked_for_later(store: ckptstore.Store, save: Save, tmp_path: Path) -> None:
+    save(1)
+    for sha, published in ((False, True), (False, False), (True, True), (True, False), (False, False)):
+        with store.publish(tmp_path / "published", sha256=sha) as publisher:
+            assert (publisher.look() is not None) == published, sha
+    manifest, _ = reading.read(tmp_path / "published")
+    assert all(tensor["sha256"] for tensor in manifest["tensors"])
+
+
 def test_nothing_is_removed_before_the_pointer_is_durable(
     store: ckptstore.Store, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,6 +601,10 @@ def test_what_is_refused(store: ckptstore.Store, save: Save, tmp_path: Path) -> 
             store.publish(tmp_path / "a", **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="is not a folder"):
         store.publish(tmp_path / "a", files=tmp_path / "nothing")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "model card.md").write_text("")
+    with pytest.raises(UsageError, match=r"model card\.md: the name of a published file"):
+        store.publish(tmp_path / "a", files=tmp_path / "files")
     save(1)
     with pytest.raises(UsageError, match="is a checkpoint store"):
         store.publish(tmp_path / "run")

@@ -26,8 +26,13 @@ from ckptstore.formats.history.records import ref_of
 STEPS = st.integers(0, 2**53 - 1)
 TERMS = st.integers(0, 10**10 - 1)
 TAGS = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,20}", fullmatch=True)
+ENDS = st.sampled_from(["", ":max", ":min"])
 REFS = st.one_of(
-    st.just(Ref()), st.builds(Ref, STEPS), st.builds(Ref, STEPS, TERMS), st.builds(lambda name: Ref(tag=name), TAGS)
+    st.just(Ref()),
+    st.builds(Ref, STEPS),
+    st.builds(Ref, STEPS, TERMS),
+    st.builds(lambda name: Ref(tag=name), TAGS),
+    st.builds(lambda name, end, highest: Ref(best=name + end, highest=highest), TAGS, ENDS, st.booleans()),
 )
 
 
@@ -104,7 +109,7 @@ def test_invalid_names_of_tags(name: Any) -> None:
     [("bets", ["best"], "did you mean tag:best?"), ("lates", [], "did you mean latest?"), ("x", ["best"], None)],
 )
 def test_the_error_suggests_what_was_meant(ref: str, tags: list[str], note: str | None) -> None:
-    with pytest.raises(UsageError, match="use latest, STEP, STEP@TERM or tag:NAME") as caught:
+    with pytest.raises(UsageError, match="use latest, STEP, STEP@TERM, tag:NAME or best:METRIC") as caught:
         Ref.parse(ref, tags)
     assert getattr(caught.value, "__notes__", []) == ([] if note is None else [note])
 

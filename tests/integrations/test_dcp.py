@@ -6,6 +6,9 @@ import copy
 import errno
 import io
 import os
+import random
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,8 +31,10 @@ from ckptstore.backends.store_names import canonical  # noqa: E402
 from ckptstore.errors import UsageError  # noqa: E402
 from ckptstore.integrations.dcp import CkptstoreReader, CkptstoreWriter  # noqa: E402
 from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of  # noqa: E402
+from ckptstore.integrations.dcp.host_copy import HostCopy  # noqa: E402
 from ckptstore.integrations.dcp.save_turns import SaveTurns, turns_of  # noqa: E402
 from tests.forms import long_only  # noqa: E402
+from tests.integrations import dcp_loop  # noqa: E402
 from tests.integrations.dcp_job import same  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
@@ -130,6 +135,68 @@ def test_two_asynchronous_saves_in_flight(tmp_path: Path, planner: type[DefaultS
         found = zeros(state())
         dcp.load(found, storage_reader=CkptstoreReader(tmp_path / "s", step))
         same(found, state(step))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_memory_of_the_copy_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
+    """With two in flight there are two copies; a changed shape gets memory of its own."""
+    places: list[int] = []
+    stage = CkptstoreWriter.stage
+
+    def noted(self: CkptstoreWriter, given: dict[str, Any]) -> dict[str, Any]:
+        found = stage(self, given)
+        places.append(found["model"]["w"].data_ptr())
+        return found
+
+    monkeypatch.setattr(CkptstoreWriter, "stage", noted)
+
+    def save(step: int, of: dict[str, Any]) -> Any:
+        writer = CkptstoreWriter(tmp_path / "s", step, cache_staged_state_dict=keeps)
+        return dcp.async_save(of, storage_writer=writer, no_dist=True)
+
+    states = {step: state(step) for step in range(1, 7)}
+    states[6]["model"]["w"] = torch.ones(7, 3)
+    for step in (1, 2):
+        save(step, states[step]).result()
+    both = [save(step, states[step]) for step in (3, 4)]
+    for one in both:
+        one.result()
+    for step in (5, 6):
+        save(step, states[step]).result()
+    if keeps:
+        assert places[0] == places[1], "new memory for the second save"
+        assert places[2] != places[3], "two saves in flight share their memory"
+        assert places[4] in places[2:4]
+    for step, one in states.items():
+        found = zeros(one)
+        dcp.load(found, storage_reader=CkptstoreReader(tmp_path / "s", step))
+        same(found, one)
+
+
+def test_a_copy_has_its_own_memory_and_plain_containers() -> None:
+    given = {
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "complex": torch.ones(2, dtype=torch.complex64).conj(),
+        "list": [torch.ones(2), (1, torch.ones(1))],
+        "object": {1, 2},
+    }
+    copied = HostCopy().fill(given)
+    given["parameter"].data.zero_()
+    given["list"][1][1].zero_()
+    assert torch.equal(copied["parameter"], torch.ones(3))
+    assert not copied["parameter"].requires_grad
+    assert torch.equal(copied["complex"], torch.ones(2, dtype=torch.complex64))
+    assert torch.equal(copied["list"][1][1], torch.ones(1))
+    assert copied["object"] == {1, 2}
+    assert copied["object"] is not given["object"]
+
+
+def test_a_store_that_was_deleted_and_begun_again_at_the_same_path(tmp_path: Path) -> None:
+    for step in (1, 2):
+        dcp.save(state(step), storage_writer=CkptstoreWriter(tmp_path / "s", step), no_dist=True)
+    shutil.rmtree(tmp_path / "s")
+    dcp.save(state(1), storage_writer=CkptstoreWriter(tmp_path / "s", 1), no_dist=True)
+    assert [one.step for one in ckptstore.open(tmp_path / "s").checkpoints()] == [1]
 
 
 def test_a_turn_that_never_begins_is_given_up() -> None:
@@ -346,6 +413,44 @@ def run(warm: Warm, folder: Path, size: int, *names: str) -> None:
             rank.kill()
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
+
+
+@long_only
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_is_killed_five_times_has_the_same_losses(tmp_path: Path, warm: Warm, workers: int) -> None:
+    """Dropout, shuffling, two micro-batches in a step, every step saved; killed at random."""
+
+    def start(store: str, losses: str) -> Any:
+        command = [sys.executable, "-m", "tests.integrations.dcp_loop", str(tmp_path / store), str(tmp_path / losses)]
+        return warm.start([*command, str(workers)])
+
+    def lines(losses: str) -> list[str]:
+        path = tmp_path / losses
+        return path.read_text().splitlines() if path.exists() else []
+
+    with start("whole", "wanted") as whole:
+        assert whole.wait() == 0
+    wanted = lines("wanted")
+    assert len(set(wanted)) == dcp_loop.STEPS
+    chance, kills = random.Random(workers), 0
+    while kills < 5:
+        with start("run", "losses") as run:
+            before, enough = len(lines("losses")), chance.randrange(1, 6)
+            while run.poll() is None and len(lines("losses")) < before + enough:
+                time.sleep(0.001)
+            time.sleep(chance.random() * 0.02)
+            run.kill()
+            ended = run.wait()
+        kills += ended == -signal.SIGKILL
+        if ended == 0:
+            break
+    with start("run", "losses") as run:
+        assert run.wait() == 0
+    assert list(dict.fromkeys(lines("losses"))) == wanted, "a repeated step has the same loss"
+    assert kills >= 4
+    store = ckptstore.open(tmp_path / "run")
+    assert store.latest_step() == dcp_loop.STEPS
+    assert store.verify(deep=True).ok
 
 
 def test_ranks(tmp_path: Path, warm: Warm) -> None:

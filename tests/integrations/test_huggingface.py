@@ -206,8 +206,8 @@ def test_what_does_not_continue_the_store_is_refused(tmp_path: Path) -> None:
         CkptstoreCallback(tmp_path / "x", model=1)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="agent=True"):
         CkptstoreCallback(tmp_path / "x", agent=True)
-    with pytest.raises(UsageError, match="only: the Trainer resumes from a folder with the whole model"):
-        CkptstoreCallback(tmp_path / "x", only="trainable")
+    with pytest.raises(UsageError, match=r"only: for a model of PEFT"):
+        made(tmp_path / "out", CkptstoreCallback(tmp_path / "x", only="trainable"), max_steps=2).train()
     with pytest.raises(UsageError, match="every: 0"):
         CkptstoreCallback(tmp_path / "x", every=0)
     with ckptstore.open(tmp_path / "bare").writer() as writer:
@@ -242,6 +242,58 @@ def test_the_best_model_is_kept_and_loaded(tmp_path: Path) -> None:
     # The best metric is in the checkpoint of its own step: it is found before the step is saved.
     state = json.loads(store.load(2)["extra"]["trainer"]["state"].tobytes())
     assert (state["best_global_step"], state["best_metric"].hex()) == (2, trainer.state.best_metric.hex())
+
+
+@pytest.fixture(scope="module")
+def whole_lora(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], str]:
+    """The numbers of the plain Trainer with a PEFT model."""
+    pytest.importorskip("peft")
+    out = tmp_path_factory.mktemp("lora") / "out"
+    assert finished(out, None, arguments={"lora": True, "save_strategy": "no"}) == 0
+    return losses(out.with_name("out.losses"))
+
+
+@pytest.mark.parametrize(
+    ("options", "workers"), [({}, 0), ({"only": "trainable"}, 2), ({"strategy": "full"}, 0)], ids=str
+)
+def test_a_killed_run_with_lora_repeats_the_numbers(
+    tmp_path: Path, whole_lora: dict[tuple[int, str], str], options: dict[str, Any], workers: int
+) -> None:
+    arguments = {"lora": True, "dataloader_num_workers": workers}
+    out, store = tmp_path / "out", tmp_path / "run"
+    given = {"strategy": "delta", **options}
+    for dies in short_or((7,), (3, 5, 8, 9, 13)):
+        assert finished(out, store, dies, arguments=arguments, **given) == -signal.SIGKILL
+    assert finished(out, store, -1, arguments=arguments, **given) == 0
+    assert losses(tmp_path / "out.losses") == whole_lora
+    opened = ckptstore.open(store)
+    assert opened.latest_step() == STEPS
+    frozen = "model.base_model.model.transformer.wte.weight"
+    assert (frozen in {one.name for one in opened.inspect(STEPS).tensors}) == ("only" not in options)
+    with pytest.raises(UsageError, match="is of a PEFT model"):
+        opened.export_folder(STEPS, tmp_path / "exported", "hf")
+    (tmp_path / "folder").mkdir()
+    opened.export_folder(STEPS, tmp_path / "folder" / "checkpoint-15", "hf-trainer")
+    saved = json.loads((tmp_path / "folder" / "checkpoint-15" / "adapter_config.json").read_text())
+    assert saved["peft_type"] == "LORA"
+    config = json.loads((tmp_path / "folder" / "checkpoint-15" / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+
+
+def test_the_best_adapters_are_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    arguments: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 6}
+    arguments |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    callback = CkptstoreCallback(tmp_path / "run", strategy="delta", only="trainable")
+    trainer = made(tmp_path / "out", callback, lora=True, **arguments)
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    best = ckptstore.open(tmp_path / "run").load(2)["model"]
+    trained = {name: one for name, one in trainer.model.named_parameters() if one.requires_grad}
+    assert trained
+    assert all(torch.equal(one, best[name]) for name, one in trained.items())
+    last = ckptstore.open(tmp_path / "run").load(6)["model"]
+    assert any(not torch.equal(one, last[name]) for name, one in trained.items())
 
 
 def test_states_of_other_callbacks(tmp_path: Path) -> None:

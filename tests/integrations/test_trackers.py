@@ -35,6 +35,7 @@ class Run:
     def __init__(self) -> None:
         self.axes: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []
+        self.step = 0
 
     def define_metric(
         self, name: str, step_metric: Any = None, step_sync: Any = None, hidden: Any = None, summary: Any = None
@@ -43,8 +44,11 @@ class Run:
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
         assert step is None, "a run drops steps that are older than its newest"
-        assert commit is False, "the script's own log() decides when a step of the run ends"
-        self.rows.append(data)
+        if len(self.rows) == self.step:
+            self.rows.append({})
+        self.rows[-1] |= data  # until the row ends
+        if commit is not False:
+            self.step += 1
 
 
 class Mlflow:
@@ -95,9 +99,29 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_weights_and_biases(tmp_path: Path) -> None:
     run = Run()
     train(tmp_path / "run", tracked(run, prefix="saves/"))
-    assert run.axes == {"saves/step": None, "saves/*": "saves/step"}
-    assert sorted(row["saves/step"] for row in run.rows) == [1, 2, 3]
-    assert all(row.keys() == {f"saves/{name}" for name in {*NAMES, "step"}} for row in run.rows)
+    assert run.axes == {f"saves/{name}": "saves/step" for name in {*NAMES, "saves", "failed"}} | {"saves/step": None}
+    assert run.step == 0, "the script's own log() decides when a step of the run ends"
+    (row,) = run.rows
+    assert row.keys() == {f"saves/{name}" for name in {*NAMES, "saves", "step"}}
+    assert (row["saves/saves"], row["saves/step"]) == (3, 3)
+
+
+def test_saves_between_two_logs_of_a_run_of_weights_and_biases_are_means() -> None:
+    run = Run()
+    hook = tracked(run, prefix="loss/")
+    stored = [10, 20, 60]
+    for step, nbytes in enumerate(stored, 1):
+        hook(SaveMetrics(step, None, 100, nbytes, 0.5, 0.0, 0.2, 1, 0))
+        if step == 2:
+            hook(SaveMetrics(9, None, 8, 0, 0.1, 0.0, 0.2, 1, 0, error=OSError("no space")))
+            run.log({"loss": 1.0, "loss/own": 2.0})
+    assert [row["loss/stored"] for row in run.rows] == [15.0, 60.0]
+    assert [row["loss/saves"] for row in run.rows] == [3, 1]
+    assert [row.get("loss/failed") for row in run.rows] == [1.0, None]
+    assert run.rows[0]["loss/own"] == 2.0
+    assert "loss/own" not in run.axes
+    with pytest.raises(UsageError, match="prefix"):
+        tracked(Run(), prefix="")
 
 
 def test_mlflow(tmp_path: Path) -> None:

@@ -69,12 +69,16 @@ def losses(path: Path) -> dict[tuple[int, str], str]:
     return found
 
 
-def made(out: Path, *callbacks: TrainerCallback, **arguments: Any) -> Trainer:
-    """A Trainer of a new model."""
+def made(out: Path, *callbacks: TrainerCallback, lora: bool = False, **arguments: Any) -> Trainer:
+    """A Trainer of a new model; with `lora` of one whose adapters alone are trained."""
     torch.set_num_threads(1)
     set_seed(0)
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(config)
+    model: Any = GPT2LMHeadModel(config)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1))
     options: dict[str, Any] = {
         "num_train_epochs": 3,
         "per_device_train_batch_size": 4,

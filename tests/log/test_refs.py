@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, UsageError
+from ckptstore.formats.history import metadata
 from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.records import CommitRecord, slot_key
 from ckptstore.log import refs
 from ckptstore.log.term import open_term, read
-from tests.log.log_world import HASTE, World, save, segments_of
+from tests.log.log_world import HASTE, World, full, save, segments_of
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,32 @@ def catalog() -> Catalog:
 )
 def test_the_checkpoints_that_refs_name(catalog: Catalog, ref: str | int, expected: str) -> None:
     assert refs.resolve(catalog, ref).ref == expected
+
+
+def test_the_best_of_the_newest_line() -> None:
+    """As the retention rule of this name: of equal ones the newer. Another branch, and NaN, do not count."""
+    world = World()
+    first = open_term(world.journal, None, patience=HASTE)
+    losses = {1: 0.5, 2: float("nan"), 3: 0.25, 4: 0.25, 5: 0.125}
+    ids = {}
+    for step, loss in losses.items():
+        record = full(1, step)
+        labels = {metadata.MEMBER: metadata.checked({"metrics": {"loss": loss}, "n": step})}
+        entry = dataclasses.replace(record.checkpoints[0], extra=labels)
+        first.commit(dataclasses.replace(record, checkpoints=(entry,)))
+        ids[step] = entry.id
+    second = open_term(world.journal, ids[4], patience=HASTE)
+    save(second, 6)
+    found = second.catalog
+    for ref, expected in (("best:loss", "4@1"), ("best:loss:max", "1@1"), ("best:n", "1@1"), ("best:n:max", "4@1")):
+        assert refs.resolve(found, ref).ref == expected, ref
+    with pytest.raises(CheckpointNotFoundError, match=r"has the metric 'los'; the metrics are loss, n") as caught:
+        refs.resolve(found, "best:los")
+    assert caught.value.__notes__ == ["did you mean best:loss?"]
+    with pytest.raises(UsageError, match="name the metric"):
+        refs.resolve(found, "best:")
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint has metrics"):
+        refs.resolve(Catalog(), "best:loss")
 
 
 @pytest.mark.parametrize(

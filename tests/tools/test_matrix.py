@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,15 @@ def test_a_pair_that_is_not_run_fails() -> None:
         "FAILED  Python 3.99, torch newest",
     ]
     assert "there is no Python 3.99 here" in told.output
+
+
+def test_the_oldest_frameworks_are_those_of_pyproject() -> None:
+    """A framework that the extra for users admits at an older version than the tests do would not be tested there."""
+    oldest = dict(one.removesuffix(".*").split("==") for one in matrix.oldest_frameworks())
+    assert oldest.keys() == set(matrix.FRAMEWORKS)
+    extras = tomllib.loads((matrix.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    admitted = dict(one.split(">=") for extra in ("lightning", "accelerate", "hf") for one in extras[extra])
+    assert {name: oldest[name] for name in admitted} == admitted
 
 
 def test_the_selected_tests_exist() -> None:

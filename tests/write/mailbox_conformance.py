@@ -15,8 +15,10 @@ from ckptstore.write.ranks.messages.key_value_store import (
     Mailbox,
     ReplyDeadline,
     fetch,
+    fetch_all,
     post,
     withdraw,
+    withdraw_known,
 )
 
 Boxes = tuple[Mailbox, Mailbox]
@@ -36,6 +38,19 @@ class MailboxConformance:
         assert other.has(["a/b"])
         assert not other.has(["a/b", "missing"])
         assert other.has([])
+
+    def test_values_are_set_and_read_together(self, boxes: Boxes) -> None:
+        one, other = boxes
+        one.set_all({"a": b"1", "b": b"", "c": b"x" * PIECE})
+        assert other.get_all(["b", "a"]) == [b"", b"1"]
+        assert other.get_all(["a", "missing"]) is None
+        post(one, "letter", b"y" * (PIECE + 1), {"after": b"2"})
+        post(one, "short", b"z", {"after": b"3"})
+        assert fetch_all(other, ["letter", "short"]) == [b"y" * (PIECE + 1), b"z"]
+        assert fetch_all(other, ["letter", "none"]) is None
+        assert other.get("after") == b"3"
+        withdraw_known(other, {"letter": PIECE + 1, "short": 1})
+        assert not any(one.has([key]) for key in ("letter", "letter.0", "letter.1", "short"))
 
     def test_a_deleted_value_is_gone_and_may_be_set_again(self, boxes: Boxes) -> None:
         one, other = boxes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -267,6 +268,36 @@ def test_a_dead_mailbox_is_reported_on_every_rank(tmp_path: Path) -> None:
 
     assert as_ranks(3, work, box) == [None] * 3
     assert ckptstore.open(tmp_path).latest_step() == 1
+
+
+class Recording(LocalMailbox):
+    """Notes the keys that are read or deleted: each is a request to the host of the group's store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def get(self, key: str) -> bytes | None:
+        self.asked.append(key)
+        return super().get(key)
+
+    def delete(self, key: str) -> None:
+        self.asked.append(key)
+        super().delete(key)
+
+
+def test_no_letters_are_asked_for_that_plain_saves_do_not_send(tmp_path: Path) -> None:
+    box = Recording()
+
+    def work(group: Group) -> None:
+        with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT, poll_seconds=None) as writer:
+            for step in range(1, 4):
+                writer.save(state(group.rank), step)
+
+    as_ranks(2, work, box)
+    assert box.keys() == []
+    assert [one for one in box.asked if "/part/" in one], "nothing was noted"
+    assert not [one for one in box.asked if re.search("/(share|order|batch|states|hurry)", one)]
 
 
 class Cut(LocalMailbox):

@@ -13,7 +13,7 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, FailedRankError, RankOptions, StepOrderError
 from ckptstore.backends.local_disk.local import LocalBackend
-from ckptstore.errors import CheckpointNotFoundError, StorageError, StoreNotFoundError, WriterError
+from ckptstore.errors import CheckpointNotFoundError, StorageError, StoreNotFoundError, UsageError, WriterError
 from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
@@ -99,9 +99,13 @@ def test_another_process_replaces_what_it_continues_from_in_its_own_term(store: 
     assert (found(store, 5), found(store, "5@1"), found(store, "tag:kept")) == (1, 0, 0)
 
 
-def test_the_next_step_replaces_nothing(store: ckptstore.Store) -> None:
+def test_what_is_replaced_has_to_be_named(store: ckptstore.Store) -> None:
+    """Otherwise a script that believes it overwrites a checkpoint stores another one with each save."""
     with store.writer() as writer:
-        assert [writer.save(state(1), replace=True).ref for _ in range(3)] == ["1@1", "2@1", "3@1"]
+        for save in (writer.save, writer.save_async):
+            with pytest.raises(UsageError, match="replace=True: say which step"):
+                save(state(1), replace=True)
+        assert writer.save(state(1)).ref == "1@1"
 
 
 def test_until_the_new_one_is_committed_readers_find_the_old_one(

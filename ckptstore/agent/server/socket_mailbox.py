@@ -16,14 +16,14 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final, Self
 
 from ckptstore.agent.protocol.frames import peer_of
 from ckptstore.errors import AgentLostError, MailboxError
 from ckptstore.host import background_threads
-from ckptstore.write.ranks.messages.key_value_store import PIECE, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import PIECE, LocalMailbox, found_all
 
 __all__ = ["RemoteMailbox", "ServedMailbox"]
 
@@ -201,6 +201,15 @@ class RemoteMailbox:
         if len(value) > PIECE + 64:
             raise MailboxError(f"{key}: {len(value)} bytes are too many for one value")
         self._ask(_SET, [key], value)
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        """See `Mailbox.set_all`."""
+        for key, value in values.items():
+            self.set(key, value)
+
+    def get_all(self, keys: list[str]) -> list[bytes] | None:
+        """See `Mailbox.get_all`."""
+        return found_all(self, keys)
 
     def get(self, key: str) -> bytes | None:
         """See `Mailbox.get`."""

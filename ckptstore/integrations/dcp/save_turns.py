@@ -1,4 +1,7 @@
-"""The order of asynchronous saves: each is run by a thread of its own, and a store takes steps in ascending order."""
+"""The order of asynchronous saves: each is run by a thread of its own, and a store takes steps in ascending order.
+
+The memory for the copies of their states goes from one to the next.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,14 @@ import threading
 from types import TracebackType
 from typing import Final
 
+from ckptstore.integrations.dcp.host_copy import HostCopy
+
 __all__ = ["SaveTurn", "SaveTurns", "turns_of"]
 
 _PATIENCE: Final = 10.0
 """Seconds to wait for an earlier save that has neither ended nor been given up."""
+_IDLE_COPIES: Final = 2
+"""The most copies of a state whose memory waits for the next save: as many as two saves in flight need."""
 
 
 class SaveTurns:
@@ -26,6 +33,7 @@ class SaveTurns:
         self._waiting: list[int] = []
         self._last = 0
         self._changed = threading.Condition(threading.RLock())  # a turn may be collected while this thread holds it
+        self._idle: list[HostCopy] = []
 
     def take(self) -> SaveTurn:
         """The next turn."""
@@ -48,6 +56,17 @@ class SaveTurns:
                 self._waiting.remove(number)
             self._changed.notify_all()
 
+    def idle_copy(self) -> HostCopy:
+        """Memory for a copy of a state: that of an earlier save, if one has given it back, else new."""
+        with self._changed:
+            return self._idle.pop() if self._idle else HostCopy()
+
+    def give_back(self, copy: HostCopy) -> None:
+        """Keep memory for a later save. Nothing may use the copy in it any more."""
+        with self._changed:
+            if len(self._idle) < _IDLE_COPIES:
+                self._idle.append(copy)
+
     def over(self, number: int) -> bool:
         """Whether a turn is over, or was given up."""
         with self._changed:
@@ -58,12 +77,16 @@ class SaveTurn:
     """The turn of one save: its ``with`` begins after those of earlier turns have ended.
 
     A turn that nobody refers to any more is over: the save failed before it wrote.
+
+    Attributes:
+        copy: the memory of its state, which goes back when the ``with`` ends without an error; None: it is not kept.
     """
 
     def __init__(self, turns: SaveTurns, number: int) -> None:
         """Use `SaveTurns.take`."""
         self._turns = turns
         self._number = number
+        self.copy: HostCopy | None = None
 
     @property
     def over(self) -> bool:
@@ -80,6 +103,9 @@ class SaveTurn:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        copy, self.copy = self.copy, None
+        if copy is not None and kind is None:
+            self._turns.give_back(copy)
         self.end()
 
     def __del__(self) -> None:

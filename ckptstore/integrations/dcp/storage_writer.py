@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 import torch
@@ -37,11 +38,16 @@ from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, names_sto
 from ckptstore.integrations.dcp.save_turns import SaveTurn, turns_of
 from ckptstore.integrations.dcp.stored_form import as_bytes, planner_form, tensors_in
 from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.store.open_store import open as open_store
+from ckptstore.write import writer_opening
+from ckptstore.write.ranks import rank_writer_factory
 from ckptstore.write.writer import Writer
 
 __all__ = ["CkptstoreWriter"]
 
 _WORLD: Final = "world"
+_ENGINE: Final = (writer_opening, rank_writer_factory)
+"""What the first save needs. Imported here because training waits for that save, and not for this import."""
 
 
 class _Call(threading.local):
@@ -79,12 +85,15 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         Args:
             store: path or URL. None: ``checkpoint_id`` names it, as ``runs/gpt/100`` or ``ckpt://runs/gpt/step-100``.
             step: the step of the checkpoint. None: ``checkpoint_id`` names it, else it is the next one.
-            replace: allow to save the newest step again, as `FileSystemWriter` does. See `Writer.save`.
+            replace: allow to save the newest step again, as `FileSystemWriter` does; `step` or ``checkpoint_id`` has
+                to name it. See `Writer.save`.
             group: the process group whose ranks save together, the same that ``dcp.save`` uses. None: this process
                 alone, as with ``no_dist=True``. ``world``: all ranks, if `torch.distributed` is initialised.
             metadata, tags: see `Writer.save`.
             storage_options: see `ckptstore.open`.
-            options: those of `Store.writer`, such as ``deltas``, ``keep`` and ``max_in_flight``.
+            options: those of `Store.writer`, such as ``deltas``, ``keep`` and ``max_in_flight``. And
+                ``cache_staged_state_dict`` (True): keep the memory of the copy that ``async_save`` makes, for the next
+                save of the store. It is pinned for tensors of a CUDA device. False: each save takes new memory.
 
         Raises:
             UsageError: `group` is neither a group, None, nor ``world``.
@@ -96,6 +105,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         self._step = step
         self._replace = replace
         self._group = group
+        self._keeps_copy = bool(options.pop("cache_staged_state_dict", True))
         self._labels = {"metadata": metadata, "tags": tags}
         self._storage_options = storage_options
         self._options = options
@@ -147,9 +157,13 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
                 "share the writer of the store), or wait for the result first"
             )
         del before
-        self._staged = turns_of("" if self._url is None else canonical(self._url)).take()
-        self._in_flight = weakref.ref(self._staged)
-        return super().stage(state_dict)
+        turns = turns_of("" if self._url is None else canonical(self._url))
+        self._staged = turn = turns.take()
+        self._in_flight = weakref.ref(turn)
+        if not self._keeps_copy:
+            return super().stage(state_dict)
+        turn.copy = turns.idle_copy()
+        return turn.copy.fill(state_dict)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save this rank's items. The checkpoint is durable and committed when this returns, on all ranks.
@@ -195,7 +209,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         return self._call.place or place_of(self._call.checkpoint_id, self._url, self._step)
 
     def _writer(self) -> Writer:
-        store = ckptstore.open(self._find_place().url, storage_options=self._storage_options)
+        store = _opened(self._find_place().url, self._storage_options)
         group = self._group
         if isinstance(group, str):
             group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -213,6 +227,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         """For a process of its own: it has the save that is sent, and this object has none in flight any more."""
         if self._staged is not None:
+            # Its copy is not given back: the other process reads that memory.
             self._staged.end()
             self._staged = None
         return {**self.__dict__, "_call": None, "_in_flight": None}
@@ -220,6 +235,21 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._call = _Call()
+
+
+_opened_before: Final[dict[str, ckptstore.Store]] = {}
+_MOST_OPENED: Final = 8
+
+
+def _opened(url: str, storage_options: Mapping[str, Any] | None) -> ckptstore.Store:
+    """The store at a path or URL. `Store.writer` with ``reuse`` reads the medium anew, whatever this handle knows."""
+    if storage_options or ("://" not in url and not Path(url).is_absolute()):  # another folder after `os.chdir`
+        return open_store(url, storage_options=storage_options)
+    if (found := _opened_before.get(url)) is None:
+        if len(_opened_before) >= _MOST_OPENED:
+            _opened_before.clear()
+        found = _opened_before[url] = open_store(url)
+    return found
 
 
 def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:

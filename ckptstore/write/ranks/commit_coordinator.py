@@ -170,10 +170,13 @@ class CommitCoordinator:
         try:
             session = self._resources.session(begun.append)
             with one.space.committing():
-                return committer.settle(one.exchange, one.agreement, session, one.labels, one.how, kept=one.kept)
+                info = committer.settle(one.exchange, one.agreement, session, one.labels, one.how, kept=one.kept)
         except BaseException:
             one.begun += tuple(begun)
             raise
+        if self._bases is None and self._diffs is None:
+            self._rank_term.plain.add(one.exchange.prefix)
+        return info
 
     def _await_verdict(self, exchange: Exchange) -> tuple[CheckpointInfo, ...]:
         """On another rank: wait for the result of rank 0 -> the committed checkpoints. Raises rank 0's error."""

@@ -35,6 +35,7 @@ class RankTerm:
         families: tensors that belong together, as updates have shown.
         abandoned: segments that this rank began and that no commit contains.
         answered: on rank 0: steps whose result is posted, and perhaps not yet read by all ranks.
+        plain: the prefixes of those that were committed as plain fulls.
         stopped: why this rank can save nothing more.
         building: on rank 0: the step (of a batch: the last one) that is being made, builds on what the log has, and is
             not committed yet; None: there is none. The write thread sets it; the commit thread, or the code that gives
@@ -57,6 +58,7 @@ class RankTerm:
         self.families: dict[Family, None] = {}
         self.abandoned: list[str] = []
         self.answered: list[Exchange] = []
+        self.plain: set[str] = set()
         self.stopped: WriterError | None = None
         self.building: int | None = None
         self._resources = resources
@@ -138,8 +140,7 @@ class RankTerm:
     def hand_in(self, exchange: Exchange, letter: bytes) -> None:
         """Send this rank's part of a step. From now on only rank 0 knows whether it is committed."""
         try:
-            exchange.post("part", letter, exchange.rank)
-            exchange.arrived()
+            exchange.hand_in(letter)
         except MailboxError as error:
             if self.committer is not None:
                 raise  # no other rank commits
@@ -152,7 +153,8 @@ class RankTerm:
         for answered in self.answered:
             exchange = answered.using(mailbox)
             if exchange.seen():
-                exchange.clear()
+                exchange.clear(plain=exchange.prefix in self.plain)
+                self.plain.discard(exchange.prefix)
             else:
                 left.append(exchange)
         self.answered = left

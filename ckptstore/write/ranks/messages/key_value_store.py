@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, Self
 
@@ -25,8 +25,11 @@ __all__ = [
     "Mailbox",
     "ReplyDeadline",
     "fetch",
+    "fetch_all",
+    "found_all",
     "post",
     "withdraw",
+    "withdraw_known",
 ]
 
 PIECE: Final = 1 << 20
@@ -34,10 +37,10 @@ PIECE: Final = 1 << 20
 LETTER_LIMIT: Final = 256 << 20
 """Most bytes of a letter. A part of 100,000 tensors has about 10 MB."""
 _HEAD: Final = struct.Struct("<QQ")  # length, hash
-_FIRST_PAUSE: Final = 0.001
+_FIRST_PAUSE: Final = 0.0005
 LONGEST_PAUSE: Final = 0.05
 """Seconds between two looks for the letter of another rank: the first pause, and the longest."""
-_LATER: Final = 0.25
+_LATER: Final = 0.125
 """Pauses in between are this part of the time waited, so that a letter is found at most so much later than it came."""
 
 
@@ -50,8 +53,14 @@ class Mailbox(Protocol):
     def set(self, key: str, value: bytes) -> None:
         """Store at most `PIECE` bytes and a short header; replace an earlier value. Later reads see the new value."""
 
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        """`set` for each, in their order, as few requests as possible. Together they have at most 2 `PIECE` bytes."""
+
     def get(self, key: str) -> bytes | None:
         """The value, or None if there is none. Does not wait."""
+
+    def get_all(self, keys: list[str]) -> list[bytes] | None:
+        """The values of all of these keys; None if one has none. Does not wait."""
 
     def has(self, keys: list[str]) -> bool:
         """Whether all of these keys have values. Does not wait."""
@@ -94,10 +103,19 @@ class LocalMailbox:
             raise MailboxError(f"{key}: {len(value)} bytes are too many for one value")
         self._values[key] = bytes(value)
 
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        """See `Mailbox.set_all`."""
+        for key, value in values.items():
+            self.set(key, value)
+
     def get(self, key: str) -> bytes | None:
         """See `Mailbox.get`."""
         self._check()
         return self._values.get(key)
+
+    def get_all(self, keys: list[str]) -> list[bytes] | None:
+        """See `Mailbox.get_all`."""
+        return found_all(self, keys)
 
     def has(self, keys: list[str]) -> bool:
         """See `Mailbox.has`."""
@@ -128,7 +146,7 @@ class LocalMailbox:
 
 @dataclass(slots=True)
 class ReplyDeadline:
-    """Waits for other ranks by polling: first every millisecond, then ever less often, at least every 50 ms.
+    """Waits for other ranks by polling: first every half millisecond, then ever less often, at least every 50 ms.
 
     A wait in the store itself would hold its connection and could not be interrupted.
 
@@ -161,8 +179,20 @@ class ReplyDeadline:
         return True
 
 
-def post(mailbox: Mailbox, key: str, letter: bytes) -> None:
+def found_all(mailbox: Mailbox, keys: list[str]) -> list[bytes] | None:
+    """`Mailbox.get_all` of a mailbox that reads one value at a time."""
+    if not mailbox.has(keys):
+        return None
+    values = [mailbox.get(key) for key in keys]
+    found = [value for value in values if value is not None]
+    return found if len(found) == len(keys) else None
+
+
+def post(mailbox: Mailbox, key: str, letter: bytes, also: Mapping[str, bytes] | None = None) -> None:
     """Send a letter of at most `LETTER_LIMIT` bytes. A rank that sees it can fetch all of it.
+
+    Args:
+        also: short values that are set after it, in the same request.
 
     Raises:
         MailboxError: it is too long, or the store is gone.
@@ -170,12 +200,19 @@ def post(mailbox: Mailbox, key: str, letter: bytes) -> None:
     if len(letter) > LETTER_LIMIT:
         raise MailboxError(f"{key}: a letter of {len(letter)} bytes; at most {LETTER_LIMIT} can be sent")
     head = _HEAD.pack(len(letter), xxh3_64(letter))
-    if len(letter) <= PIECE:
-        mailbox.set(key, head + letter)
-        return
+    short = len(letter) <= PIECE
+    if not short:
+        _post_pieces(mailbox, key, letter)
+    last = head + letter if short else head
+    if also:
+        mailbox.set_all({key: last, **also})
+    else:
+        mailbox.set(key, last)
+
+
+def _post_pieces(mailbox: Mailbox, key: str, letter: bytes) -> None:
     for number, start in enumerate(range(0, len(letter), PIECE)):
         mailbox.set(_piece(key, number), letter[start : start + PIECE])
-    mailbox.set(key, head)
 
 
 def fetch(mailbox: Mailbox, key: str) -> bytes | None:
@@ -186,8 +223,17 @@ def fetch(mailbox: Mailbox, key: str) -> bytes | None:
         MailboxError: the store is gone.
     """
     value = mailbox.get(key)
-    if value is None:
-        return None
+    return None if value is None else _letter(mailbox, key, value)
+
+
+def fetch_all(mailbox: Mailbox, keys: list[str]) -> list[bytes] | None:
+    """The letters at all of these keys, or None if one was not sent yet. Raises as `fetch`."""
+    values = mailbox.get_all(keys)
+    return None if values is None else [_letter(mailbox, *found) for found in zip(keys, values, strict=True)]
+
+
+def _letter(mailbox: Mailbox, key: str, value: bytes) -> bytes:
+    """The letter that begins with `value`, the value of its key."""
     if len(value) < _HEAD.size:
         raise FormatError(f"{key}: not a letter")
     length, digest = _HEAD.unpack_from(value)
@@ -209,8 +255,20 @@ def withdraw(mailbox: Mailbox, keys: Iterable[str]) -> None:
             continue
         mailbox.delete(key)
         length = _HEAD.unpack_from(value)[0] if len(value) == _HEAD.size else 0
-        for number in range(-(-min(length, LETTER_LIMIT) // PIECE)):
-            mailbox.delete(_piece(key, number))
+        _delete_pieces(mailbox, key, min(length, LETTER_LIMIT))
+
+
+def withdraw_known(mailbox: Mailbox, lengths: Mapping[str, int]) -> None:
+    """`withdraw` for letters whose lengths are known, which need not be read again."""
+    for key, length in lengths.items():
+        mailbox.delete(key)
+        if length > PIECE:
+            _delete_pieces(mailbox, key, length)
+
+
+def _delete_pieces(mailbox: Mailbox, key: str, length: int) -> None:
+    for number in range(-(-length // PIECE)):
+        mailbox.delete(_piece(key, number))
 
 
 def _piece(key: str, number: int) -> str:

@@ -13,7 +13,15 @@ from typing import Final
 
 from ckptstore.errors import FailedRankError, MissingRankError, UnmadeStateError
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.write.ranks.messages.key_value_store import Mailbox, ReplyDeadline, fetch, post, withdraw
+from ckptstore.write.ranks.messages.key_value_store import (
+    Mailbox,
+    ReplyDeadline,
+    fetch,
+    fetch_all,
+    post,
+    withdraw,
+    withdraw_known,
+)
 from ckptstore.write.ranks.messages.rank_messages import pack, unpack
 from ckptstore.write.ranks.messages.silent_ranks import SilentRanks
 
@@ -48,6 +56,8 @@ class Exchange:
         ended: raises if waiting has to stop.
         silence: the ranks that timed out.
         given: when this rank's caller saved the step, on the monotonic clock.
+        lengths: the letters of this attempt that this rank has posted or read with `every`, with their bytes. All
+            threads of the rank share it.
     """
 
     mailbox: Mailbox
@@ -59,6 +69,7 @@ class Exchange:
     ended: Callable[[], None]
     silence: SilentRanks = field(default_factory=SilentRanks)
     given: float = field(default_factory=time.monotonic)
+    lengths: dict[str, int] = field(default_factory=dict)
     _last_look: float = field(default=0.0, init=False)
     _last_look_for_ended: float = field(default=0.0, init=False)
 
@@ -77,7 +88,15 @@ class Exchange:
 
     def post(self, what: str, letter: bytes, rank: int | None = None) -> None:
         """Send a letter."""
-        post(self.mailbox, self.key(what, rank), letter)
+        key = self.key(what, rank)
+        self.lengths[key] = len(letter)
+        post(self.mailbox, key, letter)
+
+    def hand_in(self, letter: bytes) -> None:
+        """Send this rank's part, and say that it will hand in no part of an earlier step."""
+        key = self.key("part", self.rank)
+        self.lengths[key] = len(letter)
+        post(self.mailbox, key, letter, {f"{self.base}/at/{self.rank}": str(self.step).encode()})
 
     def fail(self, error: BaseException) -> None:
         """Post that this rank will not do its part, and why."""
@@ -106,8 +125,11 @@ class Exchange:
         """
         keys = [self.key(what, rank) for rank in range(self.size)]
 
+        letters: list[bytes] = []
+
         def there() -> bool:
-            if self.mailbox.has(keys):
+            if (found := fetch_all(self.mailbox, keys)) is not None:
+                letters[:] = found
                 return True
             if (error := self.failed()) is not None:
                 raise error
@@ -123,8 +145,8 @@ class Exchange:
             why = self._late(missing, deadline.seconds, doing)
             self.silence.note(missing, self.step, why)
             raise MissingRankError(f"step {self.step} was not saved: {why}")
-        letters = [fetch(self.mailbox, key) for key in keys]
-        return [letter if letter is not None else b"" for letter in letters]
+        self.lengths.update((key, len(letter)) for key, letter in zip(keys, letters, strict=True))
+        return letters
 
     def _missing(self, keys: Sequence[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self.mailbox.has([key])]
@@ -142,15 +164,21 @@ class Exchange:
             MissingRankError: no letter will come, because rank 0 saves no such step any more.
         """
 
+        def look() -> bytes | None:
+            return next((letter for key in keys if (letter := fetch(self.mailbox, key)) is not None), None)
+
+        found: bytes | None = None
+
         def there() -> bool:
-            if any(self.mailbox.has([key]) for key in keys):
+            nonlocal found
+            if (found := look()) is not None:
                 return True
             self._check_ended((0,))
             return patient and self.silence.about((0,), self.given) is not None
 
         if not deadline.wait(there) and patient:
             self.silence.note((0,), self.step, "rank 0 does not answer")
-        return next((letter for key in keys if (letter := fetch(self.mailbox, key)) is not None), None)
+        return look() if found is None else found
 
     def see(self) -> None:
         """Post that this rank knows the step's result: it reads no more letters of the step."""
@@ -167,10 +195,6 @@ class Exchange:
     def hurried(self) -> bool:
         """Whether a rank has called `hurry`."""
         return self.mailbox.has([self.key("hurry")])
-
-    def arrived(self) -> None:
-        """Post that this rank has handed in its part: it will hand in no part of an earlier step."""
-        self.mailbox.set(f"{self.base}/at/{self.rank}", str(self.step).encode())
 
     def _check_ended(self, ranks: Iterable[int]) -> None:
         """Prevents: waiting for the part of a rank whose trainer is dead, while its agent lives."""
@@ -209,8 +233,17 @@ class Exchange:
         last = f"; the last step of rank {missing[0]} is {int(places[0])}" if places and places[0] else ""
         return f"{ranks} did not {doing} within {seconds:g} s{last}"
 
-    def clear(self) -> None:
-        """Remove every letter of this attempt. Rank 0 calls it once all ranks have seen the result."""
+    def clear(self, *, plain: bool = False) -> None:
+        """Remove every letter of this attempt. Rank 0 calls it once all ranks have seen the result.
+
+        Args:
+            plain: it was committed as a plain full: rank 0 has posted or read every letter, and no other was sent.
+        """
+        if plain:
+            withdraw_known(self.mailbox, self.lengths)
+            for rank in range(1, self.size):
+                self.mailbox.delete(self.key("seen", rank))
+            return
         for what in ("items", "division", "share", "part"):
             withdraw(self.mailbox, [self.key(what, rank) for rank in range(self.size)])
         for rank in range(self.size):
