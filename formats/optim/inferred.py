@@ -1,7 +1,7 @@
 """Infer a bf16 gradient from the first moments: mixed precision stores steps without gradients as if it had them.
 
 Under Adam the new first moment determines the gradient up to rounding. A bf16 gradient has 8 bits of mantissa, so
-rounding hides it only where it is far smaller than the moment: 2 in 100,000 numbers. A payload of `replayed` then
+rounding hides it only where it is far smaller than the moment: 9 in 100,000 numbers. A payload of `replayed` then
 restores the step exactly, for less than half of what `predicted` takes; the residuals correct what was missed.
 """
 
