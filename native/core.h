@@ -79,6 +79,14 @@ struct loops {
     void (*buffered)(int plain, int nesterov, f32 *weight, f32 *buffer, const f32 *gradient, float momentum,
                      float share, float rate, size_t count);
     size_t (*missed)(const u32 *values, const u32 *predicted, size_t count);
+    void (*mean_scales)(const u32 *values, const u32 *second, int32_t centre, u8 *out, size_t count);
+    void (*away[2])(const void *values, const u32 *second, const u8 *scales, void *out, size_t count); /* 16, 32 bits */
+    void (*back[2])(const void *words, const u32 *second, const u8 *scales, void *out, size_t count);
+    void (*classes)(const u32 *base, const u32 *second, const u8 *scales, u8 *labels, size_t count);
+    void (*changes)(const u32 *new, const u32 *base, u32 *out, size_t count);
+    int (*unsorted_changes)(const u32 *words, const u8 *labels, uint64_t (*places)[256], const u32 *base, u32 *out,
+                            size_t count);
+    void (*scaled)(const f32 *values, float factor, f32 *out, size_t count);
     uint64_t (*sum)(const u32 *words, const u64 *weights, size_t count);
     void (*four_sums)(const u32 *words, size_t stride, const u64 *weights, size_t count, u64 *sums);
 };

@@ -16,6 +16,7 @@
 
 #define NAME(name) PASTE(name, of, ISA)
 #include "digest.h"
+#include "scales.h"
 #include "steps.h"
 #include "values.h"
 
@@ -48,6 +49,13 @@ static const struct loops GLUE(loops_, ISA) = {
     .move = NAME(move),
     .buffered = NAME(buffered),
     .missed = NAME(missed),
+    .mean_scales = NAME(mean_scales),
+    .away = {GLUE(NAME(away), 16), GLUE(NAME(away), 32)},
+    .back = {GLUE(NAME(back), 16), GLUE(NAME(back), 32)},
+    .classes = NAME(classes),
+    .changes = NAME(changes),
+    .unsorted_changes = NAME(unsorted_changes),
+    .scaled = NAME(scaled),
     .sum = NAME(sum),
     .four_sums = NAME(four_sums),
 };

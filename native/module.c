@@ -631,6 +631,105 @@ FUNCTION(missed)
     return ended(&call, PyLong_FromSize_t(found));
 }
 
+/* ----------------------------------------------------------------------------------------------- scales of runs */
+
+/* Whether `scales` has a byte for each run of 256 of `count` numbers. */
+static int runs_of(const struct array *scales, size_t count)
+{
+    return scales->item == 1 && scales->count == (count + 255) / 256;
+}
+
+/* mean_scales(values, second, centre, scales) */
+FUNCTION(mean_scales)
+{
+    BEGIN("rriw")
+    NEED(a[0].item == 4 && alike(&a[0], &a[1]) && runs_of(&a[2], a[0].count), SIZES)
+    NEED(all_apart(&call) || a[0].at == a[1].at, OVERLAP)
+    NEED(call.ints[0] >= -(1 << 30) && call.ints[0] <= 3 << 29, LIMIT)
+    RUN(a[0].bytes, loops->mean_scales(a[0].at, a[1].at, (int32_t)call.ints[0], a[2].at, a[0].count));
+    NONE;
+}
+
+static PyObject *moved(struct call *call, void (*loop)(const void *, const u32 *, const u8 *, void *, size_t))
+{
+    struct array *a = call->arrays;
+    RUN(a[0].bytes, loop(a[0].at, a[1].at, a[2].at, a[3].at, a[0].count));
+    return ended(call, Py_NewRef(Py_None));
+}
+
+#define MOVED(name)                                                                                                    \
+    FUNCTION(name)                                                                                                     \
+    {                                                                                                                  \
+        BEGIN("rrrw")                                                                                                  \
+        NEED((a[0].item == 2 || a[0].item == 4) && alike(&a[0], &a[3]), SIZES)                                         \
+        NEED(a[1].item == 4 && a[1].count == a[0].count && runs_of(&a[2], a[0].count), SIZES)                          \
+        NEED(in_place(&a[0], &a[3]) && apart(&a[1], &a[3]) && apart(&a[2], &a[3]), OVERLAP)                            \
+        return moved(&call, loops->name[a[0].item == 4]);                                                              \
+    }
+
+/* away(values, second, scales, out), back(words, second, scales, out) */
+MOVED(away)
+MOVED(back)
+#undef MOVED
+
+/* classes(base, second, scales, labels, counts): counts has four rows of 16 */
+FUNCTION(classes)
+{
+    BEGIN("rrrww")
+    NEED(a[0].item == 4 && alike(&a[0], &a[1]) && runs_of(&a[2], a[0].count), SIZES)
+    NEED(a[3].item == 1 && a[3].count == a[0].count && a[4].item == 8 && a[4].count == 4 * 16, SIZES)
+    NEED(apart(&a[0], &a[3]) && apart(&a[1], &a[3]) && apart(&a[2], &a[3]), OVERLAP)
+    for (size_t i = 0; i < 4; i++)
+        NEED(apart(&a[i], &a[4]), OVERLAP)
+    NEED(a[0].count <= UINT32_MAX, SIZES)
+    RUN(a[0].bytes, {
+        size_t quarter = a[0].count / 4;
+        u8 *labels = a[3].at;
+        i64 *counts = a[4].at;
+        loops->classes(a[0].at, a[1].at, a[2].at, labels, a[0].count);
+        for (size_t row = 0; row < 4; row++) {
+            uint32_t found[256];
+            loops->histogram(labels + row * quarter, row < 3 ? quarter : a[0].count - 3 * quarter, found);
+            for (size_t k = 0; k < 16; k++)
+                counts[16 * row + k] = found[k];
+        }
+    });
+    NONE;
+}
+
+FUNCTION(changes)
+{
+    BEGIN("rrw")
+    NEED(floats(&call, 0), SIZES)
+    NEED(in_place(&a[0], &a[2]) && in_place(&a[1], &a[2]), OVERLAP)
+    RUN(a[0].bytes, loops->changes(a[0].at, a[1].at, a[2].at, a[2].count));
+    NONE;
+}
+
+/* unsorted_changes(words, labels, counts, base, out) */
+FUNCTION(unsorted_changes)
+{
+    BEGIN("rrrrw")
+    uint64_t places[4][256];
+    int sorted = 0;
+    NEED(a[0].item == 4 && alike(&a[0], &a[4]) && alike(&a[3], &a[4]) && counted(&a[1], &a[2], &a[0]), SIZES)
+    NEED(apart(&a[0], &a[4]) && apart(&a[1], &a[4]) && apart(&a[2], &a[4]) && in_place(&a[3], &a[4]), OVERLAP)
+    NEED(first_places(&a[2], a[0].count, places), COUNTS)
+    RUN(a[0].bytes, sorted = loops->unsorted_changes(a[0].at, a[1].at, places, a[3].at, a[4].at, a[0].count));
+    NEED(sorted, COUNTS)
+    NONE;
+}
+
+/* scaled(values, factor, out) */
+FUNCTION(scaled)
+{
+    BEGIN("rfw")
+    NEED(floats(&call, 0), SIZES)
+    NEED(in_place(&a[0], &a[1]), OVERLAP)
+    RUN(a[0].bytes, loops->scaled(a[0].at, (float)call.reals[0], a[1].at, a[1].count));
+    NONE;
+}
+
 /* ------------------------------------------------------------------------------------------------------- digest */
 
 /* block_sums(words, skip, weights, sums): a block has as many words as there are weights */
@@ -790,6 +889,13 @@ static PyMethodDef methods[] = {
     KERNEL(move),
     KERNEL(buffered),
     KERNEL(missed),
+    KERNEL(mean_scales),
+    KERNEL(away),
+    KERNEL(back),
+    KERNEL(classes),
+    KERNEL(changes),
+    KERNEL(unsorted_changes),
+    KERNEL(scaled),
     KERNEL(block_sums),
     KERNEL(piece_sums),
     KERNEL(stream),

@@ -375,7 +375,7 @@ def classify(base: Words, shift: int, low: int, high: int, out: Bytes) -> Counts
 @hot()
 def sort(words: Words, labels: Bytes, counts: Counts, out: Words) -> None:
     """Sort words by their class, those of one class in order; ``labels`` and ``counts`` are from :func:`classify`."""
-    for tile, order, places in _places(labels, counts, words.itemsize):
+    for tile, order, places in places_of(labels, counts, words.itemsize):
         ordered = scratch("merged", len(order), words.itemsize)
         np.take(words[tile], order, out=ordered, mode="clip")
         at = 0
@@ -388,7 +388,7 @@ def sort(words: Words, labels: Bytes, counts: Counts, out: Words) -> None:
 @hot()
 def add_unsorted(words: Words, labels: Bytes, counts: Counts, base: Words, out: Words) -> None:
     """Undo :func:`sort`, undo zigzag, and add the words to ``base``. ``out`` may be ``base``."""
-    for tile, order, places in _places(labels, counts, words.itemsize):
+    for tile, order, places in places_of(labels, counts, words.itemsize):
         ordered = scratch("low", len(order), words.itemsize)
         np.concatenate([words[place] for place in places], out=ordered)
         unsorted = scratch("unsorted", len(order), words.itemsize)
@@ -396,7 +396,7 @@ def add_unsorted(words: Words, labels: Bytes, counts: Counts, base: Words, out: 
         combine.reference([unsorted], ADD, base[tile], out[tile])
 
 
-def _places(labels: Bytes, counts: Counts, word: int) -> list[tuple[slice, npt.NDArray[np.intp], list[slice]]]:
+def places_of(labels: Bytes, counts: Counts, word: int) -> list[tuple[slice, npt.NDArray[np.intp], list[slice]]]:
     """For each tile: the permutation that sorts it, and the range of each of its classes in the sorted block.
 
     A counting sort of a tile that fits the cache is nearly three times as fast as a sort of the whole block.

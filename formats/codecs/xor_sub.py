@@ -173,7 +173,7 @@ class Sub(CodecDefaults):
             labels, counts = _classes(reference, self.context)
             gathered = kernels.scratch("sorted", len(words), self.word)
             kernels.sort(delta, labels, counts, gathered)
-            for start, stop in _runs(counts):
+            for start, stop in runs_of(counts):
                 at = write_group(gathered[start:stop], out, at, level)
         elif len(words):
             at = write_group(delta, out, at, level)
@@ -186,7 +186,7 @@ class Sub(CodecDefaults):
         if self.context and len(words):
             labels, counts = _classes(reference, self.context)
             gathered = kernels.scratch("sorted", len(words), self.word)
-            for start, stop in _runs(counts):
+            for start, stop in runs_of(counts):
                 read_group(cursor, self.word, kernels.PUT, gathered, gathered[start:stop])
             kernels.add_unsorted(gathered, labels, counts, reference, words)
         elif len(words):
@@ -200,7 +200,7 @@ def _classes(reference: Words, context: Context) -> tuple[Bytes, Counts]:
     return labels, kernels.classify(reference, context.shift, context.low, context.high, labels)
 
 
-def _runs(counts: Counts) -> list[tuple[int, int]]:
+def runs_of(counts: Counts) -> list[tuple[int, int]]:
     """Ranges of the sorted words that are encoded together: one class, or several small neighbouring classes."""
     ends = counts.sum(axis=0).cumsum().tolist()
     cuts = [0]

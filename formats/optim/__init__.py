@@ -11,14 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptstore.errors import IncompatibleFormatError
-from ckptstore.formats.optim import optimizer_table, predicted, replayed, sparse, step_settings
+from ckptstore.formats.optim import inferred, optimizer_table, predicted, replayed, scaled, sparse, step_settings
 from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW
 from ckptstore.formats.optim.gradients import Gradient, SparseGradient
 from ckptstore.formats.optim.optimizer_table import KINDS, from_group, listed
 from ckptstore.formats.optim.predicted import CHUNK_NUMBERS
 from ckptstore.formats.optim.sgd import SGD, SGDRule
-from ckptstore.formats.optim.step_chain import Encoding, StepLink, decode
-from ckptstore.formats.optim.step_choice import StepChoice, choose, choose_variant, evaluate
+from ckptstore.formats.optim.step_chain import SCALED, Encoding, StepLink, decode
+from ckptstore.formats.optim.step_choice import StepChoice, bound, choose, choose_variant, encode, evaluate
 from ckptstore.formats.optim.step_settings import Optimizer, Rule, Skip, Step
 from ckptstore.formats.optim.step_tiles import advance, widen
 
@@ -26,6 +26,7 @@ __all__ = [
     "CHUNK_NUMBERS",
     "KINDS",
     "RULES",
+    "SCALED",
     "SGD",
     "Adam",
     "AdamRule",
@@ -41,15 +42,19 @@ __all__ = [
     "StepChoice",
     "StepLink",
     "advance",
+    "bound",
     "choose",
     "choose_variant",
     "decode",
+    "encode",
     "evaluate",
     "from_group",
+    "inferred",
     "listed",
     "predicted",
     "replayed",
     "rule",
+    "scaled",
     "sparse",
     "widen",
 ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ckptstore.formats import core
+from ckptstore.formats.codecs.kernels import Bytes, Counts, Words
 from ckptstore.formats.optim.adam import VARIANTS, AdamRule
 from ckptstore.formats.optim.arithmetic import Floats, single
+from ckptstore.formats.optim.scales import CLASSES
 from ckptstore.formats.optim.sgd import SGDRule
 
 _NUMBERS = {variant: number for number, variant in enumerate(VARIANTS)}
@@ -33,3 +37,10 @@ def buffered(rule: SGDRule, weight: Floats, buffer: Floats, gradient: Floats) ->
     """See ``sgd.buffered``."""
     plain = rule.variant == "plain"
     core.buffered(plain, rule.nesterov, weight, buffer, gradient, rule.momentum, rule.share, rule.rate)
+
+
+def classes(base: Words, second: Floats, scales: Bytes, out: Bytes) -> Counts:
+    """See ``scales.classes``."""
+    counts = np.empty((4, CLASSES), np.int64)
+    core.classes(base, second, scales, out, counts)
+    return counts

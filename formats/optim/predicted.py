@@ -58,11 +58,24 @@ def encode(
         for start in range(0, count, BLOCK_NUMBERS):
             block = slice(start, start + BLOCK_NUMBERS)
             was, becomes = [part[block] for part in before], [part[block] for part in after]
-            guess = floats("guess", len(was[0]))
-            for slot in rule.order:
-                prediction = _predict(rule, slot, was, becomes, guess)
-                at = residuals.write_residual(becomes[slot], prediction, target, at, level)
+            at = write_slots(rule, rule.order, was, becomes, target, at, level)
     return target[:at]
+
+
+def write_slots(
+    rule: Rule,
+    slots: Sequence[int],
+    old: Sequence[Floats],
+    new: Sequence[Floats],
+    out: Bytes,
+    at: int,
+    level: int,
+) -> int:
+    """Write the residuals of some of a block's slots to ``out[at:]``. Returns their end."""
+    guess = floats("guess", len(old[0]))
+    for slot in slots:
+        at = residuals.write_residual(new[slot], _predict(rule, slot, old, new, guess), out, at, level)
+    return at
 
 
 def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
@@ -86,11 +99,15 @@ def read_block(rule: Rule, cursor: Cursor, state: Sequence[Floats]) -> None:
     """Decode one block: replace the old values in `state` by the new ones."""
     count = len(state[0])
     after = [floats(f"after{slot}", count) for slot in range(len(state))]
-    for slot in rule.order:
-        prediction = _predict(rule, slot, state, after, after[slot])
-        residuals.read_residual(cursor, prediction, after[slot])
+    read_slots(rule, rule.order, cursor, state, after)
     for part, values in zip(state, after, strict=True):
         copy_bits(values, part)
+
+
+def read_slots(rule: Rule, slots: Sequence[int], cursor: Cursor, old: Sequence[Floats], new: Sequence[Floats]) -> None:
+    """Read some of a block's slots into ``new``, which has those that come before them."""
+    for slot in slots:
+        residuals.read_residual(cursor, _predict(rule, slot, old, new, new[slot]), new[slot])
 
 
 def _predict(rule: Rule, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> Floats:

@@ -22,7 +22,15 @@ from ckptstore.formats.codecs.plane_coder import Cursor
 from ckptstore.formats.kernel_choice import steady
 from ckptstore.formats.optim import residuals
 from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
-from ckptstore.formats.optim.gradients import FORMS, Gradient, GradientForm, form_of, read_gradient, write_gradient
+from ckptstore.formats.optim.gradients import (
+    FORMS,
+    Gradient,
+    GradientForm,
+    SparseGradient,
+    form_of,
+    read_gradient,
+    write_gradient,
+)
 from ckptstore.formats.optim.predicted import blocks_of, chunk_of, finished, space
 from ckptstore.formats.optim.predicted import bound as _bound_of_state
 from ckptstore.formats.optim.step_settings import Rule, copy_bits
@@ -60,7 +68,7 @@ def encode(
     Raises:
         ValueError: the arrays have the wrong sizes or dtypes.
     """
-    form, before = form_of(gradient), slots_of(rule, old)
+    before = slots_of(rule, old)
     after = None if new is None else slots_of(rule, new)
     count = chunk_of(before, before if after is None else after)
     if gradient.size != count or (isinstance(gradient, np.ndarray) and not _is_flat(gradient)):
@@ -68,7 +76,7 @@ def encode(
             f"the gradient has {gradient.size} numbers; it must be a flat, contiguous array of {count}, as the chunk"
         )
     target = space(out, bound(rule, count))
-    target[0] = FORMS.index(form) + (0 if after is None else _RESIDUALS)
+    target[0] = first_byte(gradient, after is not None)
     at = 1
     with exactly():
         for start in range(0, count, BLOCK_NUMBERS):
@@ -76,15 +84,33 @@ def encode(
             at = write_gradient(gradient, start, stop, target, at, level)
             if after is None:
                 continue
-            guess = [floats(f"after{slot}", stop - start) for slot in range(len(before))]
-            for part, values in zip(before, guess, strict=True):
-                copy_bits(part[start:stop], values)
-            dense = floats("guess", stop - start)
-            _expand(gradient, start, stop, dense)
-            _apply(rule, guess, dense)
-            for true, values in zip(after, guess, strict=True):
-                at = residuals.write_residual(true[start:stop], values, target, at, level)
+            was, becomes = ([part[start:stop] for part in state] for state in (before, after))
+            part = gradient.part(start, stop) if isinstance(gradient, SparseGradient) else gradient[start:stop]
+            at = write_residuals(rule, was, becomes, part, target, at, level)
     return target[:at]
+
+
+def first_byte(gradient: Gradient, exceptions: bool) -> int:
+    """A payload's first byte: the gradient's form, and whether residuals follow."""
+    return FORMS.index(form_of(gradient)) + (_RESIDUALS if exceptions else 0)
+
+
+def write_residuals(
+    rule: Rule, old: Sequence[Floats], new: Sequence[Floats], gradient: Gradient, out: Bytes, at: int, level: int
+) -> int:
+    """Write the residuals of a block to ``out[at:]``, after a replay of its gradient. Returns their end."""
+    guess = [floats(f"after{slot}", len(old[0])) for slot in range(len(old))]
+    for part, values in zip(old, guess, strict=True):
+        copy_bits(part, values)
+    dense = floats("guess", len(old[0]))
+    if isinstance(gradient, SparseGradient):
+        gradient.expand(dense)
+    else:
+        widen(gradient, dense)
+    _apply(rule, guess, dense)
+    for true, values in zip(new, guess, strict=True):
+        at = residuals.write_residual(true, values, out, at, level)
+    return at
 
 
 def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
@@ -122,6 +148,11 @@ def read_block(rule: Rule, form: GradientForm, exceptions: bool, cursor: Cursor,
     """Decode one block in place."""
     gradient = floats("guess", len(state[0]))
     read_gradient(form, cursor, gradient)
+    finish_block(rule, gradient, exceptions, cursor, state)
+
+
+def finish_block(rule: Rule, gradient: Floats, exceptions: bool, cursor: Cursor, state: Sequence[Floats]) -> None:
+    """Replay a block's gradient, which is overwritten, and read the residuals, if there are any."""
     _apply(rule, state, gradient)
     if exceptions:
         for values in state:
@@ -131,14 +162,6 @@ def read_block(rule: Rule, form: GradientForm, exceptions: bool, cursor: Cursor,
 def _apply(rule: Rule, state: Sequence[Floats], gradient: Floats) -> None:
     for tile in tiles(len(gradient)):
         rule.apply([part[tile] for part in state], gradient[tile])
-
-
-def _expand(gradient: Gradient, start: int, stop: int, out: Floats) -> None:
-    """Write one block of a gradient into ``out`` as fp32."""
-    if isinstance(gradient, np.ndarray):
-        widen(gradient[start:stop], out)
-    else:
-        gradient.part(start, stop).expand(out)
 
 
 def _is_flat(gradient: Array) -> bool:

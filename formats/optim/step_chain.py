@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs.block_loops import as_bytes
 from ckptstore.formats.codecs.codec import Buffer
 from ckptstore.formats.codecs.plane_coder import Cursor
-from ckptstore.formats.optim import predicted, replayed
+from ckptstore.formats.optim import predicted, replayed, scaled
 from ckptstore.formats.optim.arithmetic import Floats, exactly
 from ckptstore.formats.optim.gradients import GradientForm
 from ckptstore.formats.optim.step_settings import Rule
 from ckptstore.formats.optim.step_tiles import Array, slots_of
 
-Encoding: TypeAlias = Literal["predicted", "replayed", "sparse"]
+Encoding: TypeAlias = Literal["predicted", "replayed", "sparse", "predicted/2", "replayed/2"]
+SCALED: Final = ("predicted/2", "replayed/2")
+"""The encodings of module `scaled`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,13 +58,20 @@ class _LinkReader:
         self.cursor = Cursor(as_bytes(link.payload))
         self.form: GradientForm | None = None
         self.exceptions = False
-        if link.encoding != "predicted":
+        self.scaled = link.encoding in SCALED
+        if self.scaled:
+            scaled.check(link.rule)
+        if link.encoding == "replayed/2":
+            self.form, self.exceptions = scaled.read_form(self.cursor)
+        elif link.encoding in ("replayed", "sparse"):
             self.form, self.exceptions = replayed.read_form(self.cursor)
             if self.form.sparse != (link.encoding == "sparse"):
                 raise CorruptSegmentError(f"the payload of a step said to be {link.encoding} is not")
 
     def read(self, block: Sequence[Floats]) -> None:
-        if self.form is None:
+        if self.scaled:
+            scaled.read_block(self.rule, self.form, self.exceptions, self.cursor, block)
+        elif self.form is None:
             predicted.read_block(self.rule, self.cursor, block)
         else:
             replayed.read_block(self.rule, self.form, self.exceptions, self.cursor, block)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from ckptstore.formats.codecs import FAST, sample_ranges
+from ckptstore.formats.codecs import THRIFTY, sample_ranges
 from ckptstore.formats.codecs.codec_choice import SAMPLE_BYTES, SAMPLES
-from ckptstore.formats.optim import predicted, replayed
+from ckptstore.formats.codecs.kernels import Bytes
+from ckptstore.formats.optim import inferred, predicted, replayed, scaled
 from ckptstore.formats.optim.gradients import Gradient, SparseGradient
-from ckptstore.formats.optim.step_chain import Encoding
+from ckptstore.formats.optim.step_chain import SCALED, Encoding
 from ckptstore.formats.optim.step_settings import Optimizer, Rule, Skip, Step
 from ckptstore.formats.optim.step_tiles import Array
 
@@ -66,11 +68,14 @@ def evaluate(
     new: Sequence[Array],
     gradient: Gradient | None = None,
     variant: str | None = None,
+    *,
+    small: bool = False,
 ) -> list[StepChoice]:
     """Try every way to store the step on samples. Returns them, smallest first.
 
     The arguments are those of ``predicted.encode`` and ``replayed.encode``, but of any length: two to six ranges of
-    32 Ki numbers are sampled. Without ``variant``, ``choose_variant`` finds it first.
+    32 Ki numbers are sampled. Without ``variant``, ``choose_variant`` finds it first. Without a gradient, a bf16
+    gradient is inferred, if there is one (``inferred``). ``small``: also try the encodings with scales (``scaled``).
     """
     found = choose_variant(optimizer, step, old, new, gradient) if variant is None else variant
     rule = optimizer.rule(step, found)
@@ -79,6 +84,11 @@ def evaluate(
         ways.append(("predicted", rule))
         if gradient is not None:
             ways.append(("sparse" if isinstance(gradient, SparseGradient) else "replayed", rule))
+        elif inferred.explains(rule, old, new):
+            ways.append(("replayed", rule))
+        if small:
+            given = [encoding for encoding, _ in ways[1:] if f"{encoding}/2" in SCALED and scaled.suits(rule, gradient)]
+            ways += [(cast(Encoding, f"{encoding}/2"), rule) for encoding in given]
     ranges = _ranges(old)
     count = max(1, sum(stop - start for start, stop in ranges))
     choices = []
@@ -98,9 +108,42 @@ def choose(
     new: Sequence[Array],
     gradient: Gradient | None = None,
     variant: str | None = None,
+    *,
+    small: bool = False,
 ) -> StepChoice:
     """Choose the smallest way to store the step, by samples (``evaluate``)."""
-    return evaluate(optimizer, step, old, new, gradient, variant)[0]
+    return evaluate(optimizer, step, old, new, gradient, variant, small=small)[0]
+
+
+def encode(
+    encoding: Encoding,
+    rule: Rule,
+    old: Sequence[Array],
+    new: Sequence[Array],
+    gradient: Gradient | None,
+    out: Bytes | None = None,
+) -> Bytes:
+    """Encode a chunk as chosen. Where the choice needs a gradient and there is none, it is inferred.
+
+    The arguments, the result and the errors are those of ``replayed.encode``.
+    """
+    if encoding == "predicted":
+        return predicted.encode(rule, old, new, out=out)
+    if gradient is None and encoding != "predicted/2":
+        gradient = inferred.gradient(rule, old, new)
+    if encoding not in SCALED:
+        assert gradient is not None
+        return replayed.encode(rule, old, new, gradient, out=out)
+    assert not isinstance(gradient, SparseGradient)
+    dense = None if encoding == "predicted/2" else gradient
+    return scaled.encode(rule, old, new, dense, out=out, level=THRIFTY)
+
+
+def bound(encoding: Encoding, rule: Rule, count: int) -> int:
+    """The bytes of space that ``encode`` needs for a chunk of ``count`` numbers."""
+    if encoding in SCALED:
+        return scaled.bound(rule, count)
+    return predicted.bound(rule, count) if encoding == "predicted" else replayed.bound(rule, count)
 
 
 def _ranges(old: Sequence[Array]) -> list[tuple[int, int]]:
@@ -123,9 +166,10 @@ def _size(
     for start, stop in ranges:
         before = [np.ascontiguousarray(part).reshape(-1)[start:stop] for part in old]
         after = [np.ascontiguousarray(part).reshape(-1)[start:stop] for part in new]
-        if encoding == "predicted" or gradient is None:
-            size += len(predicted.encode(rule, before, after, level=FAST))
-            continue
-        part = gradient.part(start, stop) if isinstance(gradient, SparseGradient) else gradient.reshape(-1)[start:stop]
-        size += len(replayed.encode(rule, before, after, part, level=FAST))
+        part = gradient
+        if gradient is not None:
+            part = (
+                gradient.part(start, stop) if isinstance(gradient, SparseGradient) else gradient.reshape(-1)[start:stop]
+            )
+        size += len(encode(encoding, rule, before, after, part))
     return size

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_args
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import optim
@@ -20,7 +20,7 @@ from ckptstore.formats.segment_files.segment_doc import TensorEntry
 __all__ = ["STEP", "StepGroup", "follower_params", "groups_of"]
 
 STEP: Final = "step"
-_ENCODINGS: Final = ("predicted", "replayed", "sparse")
+_ENCODINGS: Final = get_args(optim.Encoding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ def _read(leader: TensorEntry, where: str) -> StepGroup:
         raise FormatError(f"{what}: not the names of a group's tensors")
     try:
         known = optim.rule(rule)
+        if encoding in optim.SCALED:
+            optim.scaled.check(known)
     except FormatError as error:
         raise type(error)(f"{what}: {error}") from error
     group = StepGroup(cast("optim.Encoding", encoding), known, tuple(tuple(member) for member in members))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -355,3 +356,50 @@ def test_the_examples_in_the_docs_run():
     failed, attempted = doctest.testfile(str(docs), module_relative=False)
     assert attempted > 15
     assert not failed
+
+
+# ---- gradients that follow from the moments, and scales
+
+
+@pytest.mark.parametrize("group", [ADAM, optim.Adam(weight_decay=1e-5, maximize=True)], ids=["adamw", "adam"])
+def test_a_bf16_gradient_is_inferred(group: optim.Adam) -> None:
+    """From moments and clipping factor, whatever decay, sign and loss scale; the step is then replayed."""
+    step = optim.Step(count=9, lr=1e-3, clip=0.37, loss_scale=1024.0)
+    rule = group.rule(step)
+    old, gradient, _ = training(rule, 40_000)
+    halves = (gradient * np.float32(1024)).view("<u4") >> np.uint32(16)
+    new = copy(old)
+    optim.advance(rule, new, halves.astype("<u2"))
+    assert optim.inferred.explains(rule, old, new)
+    assert np.mean(optim.inferred.gradient(rule, old, new) != halves) < 0.01
+    (first, *_) = optim.evaluate(group, step, old, new, variant="fma")
+    assert (first.encoding, first.bits < 14) == ("replayed", True)
+    payload = optim.encode(first.encoding, first.rule, old, new, None)
+    state = copy(old)
+    optim.decode([optim.StepLink(first.encoding, first.rule, payload)], state)
+    assert equal(state, new)
+
+
+def test_an_fp32_gradient_is_not_inferred() -> None:
+    rule = GROUPS["adamw"].rule(optim.Step(count=9, lr=1e-3))
+    old, _, new = training(rule, 4000)
+    assert not optim.inferred.explains(rule, old, new)
+    assert not optim.inferred.explains(GROUPS["sgd"].rule(optim.Step(count=9, lr=1e-3)), old[:1], new[:1])
+    assert isinstance(rule, optim.AdamRule)
+    assert not optim.inferred.explains(replace(rule, weight1=0.0), old, new)
+
+
+def test_scales_pay_where_rows_differ() -> None:
+    """The scales of rows: a gradient whose rows have other sizes than their second moments say."""
+    group, step = GROUPS["adamw"], optim.Step(count=9, lr=1e-3)
+    rule = group.rule(step)
+    old, gradient, new = training(rule, 1 << 16)
+    gradient *= np.repeat(10.0 ** np.random.default_rng(1).uniform(-2, 1, 256), 256).astype("<f4")
+    new = copy(old)
+    optim.advance(rule, new, gradient)
+    for known in (None, gradient):
+        found = optim.evaluate(group, step, old, new, known, "fma", small=True)
+        bits = {one.encoding: one.bits for one in found if one.variant}
+        assert bits["predicted/2"] < bits["predicted"] - 0.5
+        if known is not None:
+            assert bits["replayed/2"] < bits["replayed"] - 0.5

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.formats import kernel_choice, optim
-from ckptstore.formats.optim import adam, arithmetic, residuals, sgd
+from ckptstore.formats.codecs import kernels
+from ckptstore.formats.optim import adam, arithmetic, residuals, scales, sgd
 from tests.forms import short_or
 from tests.kernel_forms import SETS, needs_core, use_form
 
@@ -117,11 +118,48 @@ def test_fused_products_are_the_references(seed: int, count: int, target: str, s
 
 
 @pytest.mark.parametrize(
-    "kernel", [arithmetic.fma, adam.moments, adam.second_moment, adam.move, sgd.buffered, residuals.missed]
+    "kernel",
+    [
+        *(arithmetic.fma, adam.moments, adam.second_moment, adam.move, sgd.buffered, residuals.missed),
+        *(scales.mean_scales, scales.away, scales.back, scales.classes, scales.changes, scales.unsorted_changes),
+        scales.scaled,
+    ],
 )
 def test_each_hot_kernel_has_a_compiled_form_of_its_own(kernel: kernel_choice.Hot[..., object]) -> None:
     assert kernel.compiled is not kernel.reference
     assert kernel.compiled.__module__ in ("ckptstore.formats.optim.compiled_steps", kernel_choice.CORE)
+
+
+@settings(max_examples=short_or(60, 150), deadline=None)
+@given(st.integers(0, 1 << 32), st.integers(0, 1200), st.integers(-(1 << 30), 3 << 29))
+def test_scales_are_the_references(seed: int, count: int, centre: int) -> None:
+    rng = np.random.default_rng(seed)
+    values, base, second = (noise(rng, count) for _ in range(3))
+    any_scales = rng.integers(0, 256, -(-count // scales.RUN), "u1")
+    halves = (values.view("<u4") >> 16).astype("<u2")
+
+    def run() -> list[bytes]:
+        found = np.zeros_like(any_scales)
+        scales.mean_scales(values, second, centre, found)
+        made = [found]
+        for words in (values.view("<u4"), halves):
+            out = np.empty_like(words)
+            scales.away(words, second, any_scales, out)
+            made.append(out.copy())
+            scales.back(out, second, any_scales, out)
+            assert np.array_equal(out, words)
+        labels, changed, product = np.empty(count, np.uint8), np.empty(count, "<u4"), np.empty(count, "<f4")
+        counts = scales.classes(base.view("<u4"), second, any_scales, labels)
+        scales.changes(values.view("<u4"), base.view("<u4"), changed)
+        gathered, restored = np.empty_like(changed), np.empty_like(changed)
+        kernels.sort(changed, labels, counts, gathered)
+        scales.unsorted_changes(gathered, labels, counts, base.view("<u4"), restored)
+        assert np.array_equal(restored, values.view("<u4"))
+        scales.scaled(values, float(base[0]) if count else 1.0, product)
+        return patterns([*made, labels, counts, changed, product])
+
+    wanted, found = both(run)
+    assert found == wanted
 
 
 def test_the_fused_product_is_rounded_once() -> None:
@@ -152,11 +190,16 @@ def test_payloads_of_either_kind_are_read_by_the_other(kind: str) -> None:
     old, new = ([noise(rng, 70_000) for _ in rule.slots] for _ in range(2))
     gradient = noise(rng, 70_000)
     kernel_choice.use(kind)
-    payloads = [optim.predicted.encode(rule, old, new), optim.replayed.encode(rule, old, new, gradient)]
+    links: list[tuple[optim.Encoding, np.ndarray]] = [
+        ("predicted", optim.predicted.encode(rule, old, new)),
+        ("replayed", optim.replayed.encode(rule, old, new, gradient)),
+        ("predicted/2", optim.scaled.encode(rule, old, new, None)),
+        ("replayed/2", optim.scaled.encode(rule, old, new, gradient)),
+    ]
     kernel_choice.use(kernel_choice.KINDS[1 - kernel_choice.KINDS.index(kind)])
-    for coder, payload in zip((optim.predicted, optim.replayed), payloads, strict=True):
+    for encoding, payload in links:
         state = [part.copy() for part in old]
-        coder.decode(rule, payload, state)
+        optim.decode([optim.StepLink(encoding, rule, payload)], state)
         assert patterns(state) == patterns(new)
 
 

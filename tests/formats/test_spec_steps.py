@@ -108,6 +108,19 @@ def payloads(rule: optim.Rule, old: Arrays, new: Arrays, gradient: np.ndarray, r
         encoding = "sparse" if isinstance(given_gradient, optim.SparseGradient) else "replayed"
         written = [optim.replayed.encode(rule, old, after, given_gradient) for after in (new, None)]
         made += [(encoding, payload.tobytes()) for payload in written]
+    return made + scaled(rule, old, new, gradient)
+
+
+def scaled(rule: optim.Rule, old: Arrays, new: Arrays, gradient: np.ndarray) -> list[tuple[Any, bytes]]:
+    """The encodings with scales, if the rule has them."""
+    if not optim.scaled.suits(rule, None):
+        return []
+    made: list[tuple[Any, bytes]] = [("predicted/2", optim.scaled.encode(rule, old, new, None).tobytes())]
+    with np.errstate(all="ignore"):
+        halves = gradient.astype(ml_dtypes.bfloat16)
+    for values in (gradient, halves):
+        written = [optim.scaled.encode(rule, old, after, values) for after in (new, None)]
+        made += [("replayed/2", payload.tobytes()) for payload in written]
     return made
 
 
@@ -128,7 +141,7 @@ def test_training_states(rule: optim.Rule) -> None:
     for encoding, payload in payloads(rule, old, new, gradient, rng):
         found = page.decode(encoding, rule.params, payload, patterns(old))
         assert same(found, ours(encoding, rule, payload, old)), encoding
-        if encoding == "predicted" or payload[0] >= 128:
+        if encoding.startswith("predicted") or payload[0] >= 128:
             assert same(found, new), encoding
 
 
@@ -176,7 +189,8 @@ def test_several_blocks() -> None:
     new = [part.copy() for part in old]
     optim.advance(rule, new, gradient)
     new[0].view("<u4")[5::1000] ^= 1
-    for encoding, payload in payloads(rule, old, new, gradient, np.random.default_rng(4))[::3]:
+    made = payloads(rule, old, new, gradient, np.random.default_rng(4))
+    for encoding, payload in [*made[:15:3], *scaled(rule, old, new, gradient)[:2]]:
         found = page.decode(encoding, rule.params, payload, patterns(old))
         assert same(found, ours(encoding, rule, payload, old)), encoding
 
@@ -201,14 +215,29 @@ def test_damage_is_taken_alike(data: st.DataObject, number: int, seed: int) -> N
         assert same(ours(encoding, rule, bytes(damaged), old), expected)
 
 
-@pytest.mark.parametrize(("encoding", "form"), [("replayed", 3), ("replayed", 133), ("sparse", 0), ("sparse", 6)])
+@pytest.mark.parametrize(
+    ("encoding", "form"),
+    [("replayed", 3), ("replayed", 133), ("sparse", 0), ("sparse", 6), ("replayed/2", 2), ("replayed/2", 131)],
+)
 def test_an_encoding_has_its_own_forms(encoding: Any, form: int) -> None:
-    rule, old = GROUPS["sgd"].rule(LATER), [np.zeros(8, "<f4")]
+    rule = GROUPS["adamw"].rule(LATER)
+    old = [np.zeros(8, "<f4") for _ in rule.slots]
     payload = bytes([form]) + bytes(100)
     with pytest.raises(RefusedError):
         page.decode(encoding, rule.params, payload, patterns(old))
     with pytest.raises(CorruptSegmentError):
         ours(encoding, rule, payload, old)
+
+
+@pytest.mark.parametrize("encoding", optim.SCALED)
+def test_scales_are_adams(encoding: Any) -> None:
+    rule, old = GROUPS["sgd"].rule(LATER), [np.zeros(8, "<f4")]
+    with pytest.raises(RefusedError):
+        page.decode(encoding, rule.params, bytes(9), patterns(old))
+    with pytest.raises(FormatError, match="Adam"):
+        ours(encoding, rule, bytes(9), old)
+    with pytest.raises(ValueError, match="no encoding with scales"):
+        optim.scaled.encode(rule, old, old, None)
 
 
 # ---- the ids of rules

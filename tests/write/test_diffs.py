@@ -13,6 +13,7 @@ import pytest
 import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.formats import optim
+from ckptstore.formats.codecs import SMALL_POLICY
 from ckptstore.formats.sources import NumpySource
 from ckptstore.reports.restore_explanation import explain
 from ckptstore.store import verify
@@ -43,6 +44,23 @@ def test_the_stored_bytes(tmp_path: Path) -> None:
         assert sum(stored) / len(stored) < most, how
         sizes = {entry.id: entry.size for entry, _ in store.describe(11)}
         assert sum(info.stored for info in store.checkpoints()) == sum(sizes.values())
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_fewest_bytes(tmp_path: Path, gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy with contexts: encodings with scales, here even where they do not pay; every step comes back."""
+
+    def scaled(*args: Any, small: bool) -> optim.StepChoice:
+        assert small
+        return next(one for one in optim.evaluate(*args, small=small) if one.encoding in optim.SCALED)
+
+    monkeypatch.setattr(optim, "choose", scaled)
+    store, truth = fill(tmp_path / "store", DiffOptions(batch=4, policy=SMALL_POLICY), 4, gradients=gradients)
+    for step, state in truth.items():
+        same(state, store.load(step))
+    entries = [entry for _, doc in store.describe(4) for held in doc.tensors.values() for entry in held.values()]
+    used = {entry.params["encoding"] for entry in entries if "encoding" in entry.params}
+    assert used & {*optim.SCALED}, used
 
 
 def test_a_batch_is_one_segment(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -32,8 +33,14 @@ _PATTERN: Final = 0xC3C3C3C3
 _SCRATCH: Final = 300
 """Limit of memory as a multiple of the numbers: bytes for decoding two steps of four slots, this thread's scratch
 memory included."""
-ENCODINGS: Final[tuple[optim.Encoding, ...]] = ("predicted", "replayed", "sparse")
-_DECODERS: Final = {"predicted": optim.predicted, "replayed": optim.replayed, "sparse": optim.sparse}
+ENCODINGS: Final[tuple[optim.Encoding, ...]] = ("predicted", "replayed", "sparse", *optim.SCALED)
+_DECODERS: Final[dict[optim.Encoding, Callable[..., None]]] = {
+    "predicted": optim.predicted.decode,
+    "replayed": optim.replayed.decode,
+    "sparse": optim.sparse.decode,
+    "predicted/2": partial(optim.scaled.decode, replay=False),
+    "replayed/2": partial(optim.scaled.decode, replay=True),
+}
 
 _STEP: Final = optim.Step(count=7, lr=1e-3, clip=0.7, loss_scale=1024.0)
 RULES: Final[tuple[optim.Rule, ...]] = (
@@ -54,7 +61,7 @@ def _run(data: bytes) -> bool:
     if len(data) < _HEAD.size:
         return False
     encoding, number, seed, count = _HEAD.unpack_from(data)
-    link = optim.StepLink(ENCODINGS[encoding % 3], RULES[number % len(RULES)], data[_HEAD.size :])
+    link = optim.StepLink(ENCODINGS[encoding % len(ENCODINGS)], RULES[number % len(RULES)], data[_HEAD.size :])
     count %= _LONGEST
     first = both_forms(lambda: _moved([link], seed, count), (CorruptionError,))
     poison()
@@ -77,6 +84,14 @@ def _encoded_again(rule: optim.Rule, seed: int, count: int, image: bytes) -> Non
         raise Violation(f"a payload of {len(payload)} bytes is longer than its bound")
     if _moved([optim.StepLink("predicted", rule, payload)], seed, count) != image:
         raise Violation("the state that a step led to is encoded as another")
+    if optim.scaled.suits(rule, None):
+        gradient = new[0].view(np.uint32) if seed % 2 else (new[0].view(np.uint32) >> 16).astype(np.uint16)
+        for encoding, given in zip(optim.SCALED, (None, gradient), strict=True):
+            payload = optim.scaled.encode(rule, old, new, given)
+            if len(payload) > optim.scaled.bound(rule, count):
+                raise Violation(f"a payload of {len(payload)} bytes is longer than its bound")
+            if _moved([optim.StepLink(encoding, rule, payload)], seed, count) != image:
+                raise Violation(f"the state that a step led to is encoded as another by {encoding}")
 
 
 def _state(rule: optim.Rule, seed: int, count: int) -> list[Floats]:
@@ -102,7 +117,7 @@ def _moved(links: Sequence[optim.StepLink] | None, seed: int, count: int, *one_b
         if links is not None:
             optim.decode(links, state)
         for link in one_by_one:
-            _DECODERS[link.encoding].decode(link.rule, link.payload, state)
+            _DECODERS[link.encoding](link.rule, link.payload, state)
     finally:
         if not (space[:, :_GUARD] == _PATTERN).all() or not (space[:, _GUARD + count :] == _PATTERN).all():
             raise Violation(f"{rule}: wrote outside of its memory")
@@ -196,6 +211,9 @@ def _seeds() -> list[bytes]:
                 name: optim.Encoding = "sparse" if form >= 3 else "replayed"
                 replays = (_encode(name, rule, old, after, gradient) for after in (None, exact, new))
                 ways += [(ENCODINGS.index(name), payload) for payload in replays]
+                if optim.scaled.suits(rule, gradient):
+                    ways.append((3, optim.scaled.encode(rule, old, new, None).tobytes()))
+                    ways += [(4, optim.scaled.encode(rule, old, after, gradient).tobytes()) for after in (None, new)]
                 found += [_HEAD.pack(way, number, seed, count) + payload for way, payload in ways]
     return [data for data in dict.fromkeys(found) if len(data) < 1 << 15]
 

@@ -128,6 +128,29 @@ def _examples() -> Iterator[Example]:
     yield _example("end-to-end", _OPTIMIZERS[0].rule(_LATER), None, 100, 2)
 
 
+def scaled_examples() -> list[Example]:
+    """The encodings with scales: every rule of Adam, both forms of gradient, several runs, and classes of numbers."""
+    return [*_scaled_examples()]
+
+
+def _scaled_examples() -> Iterator[Example]:
+    for number, optimizer in enumerate(_OPTIMIZERS[:3]):
+        for variant in optimizer.variants:
+            rule = optimizer.rule(_LATER, variant)
+            for gradient in (None, _numbers(40, 600, 1e-3), _numbers(41, 600, 1e-3).astype(ml_dtypes.bfloat16)):
+                kind = "none" if gradient is None else str(gradient.dtype)
+                yield _scaled(f"{number}.{variant}.{kind}", rule, gradient, 600)
+    rule = _OPTIMIZERS[0].rule(_LATER)
+    yield _scaled("classes", rule, None, 20_000)
+
+
+def _scaled(label: str, rule: optim.Rule, gradient: Any, count: int) -> Example:
+    made = _example(f"scaled.{label}", rule, gradient, count)
+    encoding: optim.Encoding = "predicted/2" if gradient is None else "replayed/2"
+    payload = optim.scaled.encode(rule, made.old, made.new, gradient)
+    return replace(made, group=replace(made.group, encoding=encoding), payload=payload.tobytes())
+
+
 def base_segment(found: list[Example]) -> bytes:
     """A plain segment with the old states."""
     return _base(found)[0]
@@ -162,7 +185,10 @@ def step_segment(
     return packed(SegmentDoc(RUN, 1, "d" * 32, told, parents={1: None}, trees=trees), {21: entries})[0]
 
 
-SETS: tuple[GoldenSet[Example], ...] = (GoldenSet("steps-1.json", BASE, STEPS, examples),)
+SETS: tuple[GoldenSet[Example], ...] = (
+    GoldenSet("steps-1.json", BASE, STEPS, examples),
+    GoldenSet("steps-2.json", "steps-2-base.safetensors", "steps-2.safetensors", scaled_examples),
+)
 """The golden files of all rules. The files of a set that is here never change: a later rule gets a row of its own."""
 
 

@@ -38,14 +38,15 @@ class ResidentStep:
     def __init__(self, codecs: Policy, workers: Workers) -> None:
         """
         Args:
-            codecs: which codecs are used for tensors that no optimizer updates.
+            codecs: which codecs are used for tensors that no optimizer updates. With ``context`` steps take the fewest
+                bytes, too.
             workers: threads that compress.
         """
         self.base: MemoryBase | None = None
         self.unexplained = Unexplained()
         self._workers = workers
         self._choices = Choices(codecs)
-        self._step_choices = StepChoices()
+        self._step_choices = StepChoices(small=codecs.context)
 
     @property
     def here(self) -> MemoryBase:

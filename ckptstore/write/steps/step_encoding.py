@@ -68,6 +68,9 @@ _REUSE: Final = 32
 _SURELY: Final = 0.8
 """If by its samples a payload takes less than this share of a chunk, it counts as fitting."""
 
+_WITHOUT: Final = ("predicted", "predicted/2")
+"""Encodings that need no gradient."""
+
 _Array = npt.NDArray[Any]
 Rules: TypeAlias = tuple[optim.Encoding, optim.Rule]
 """How parameters are compressed: the encoding, and the arithmetic of the step."""
@@ -149,8 +152,13 @@ class EncodedStep:
 
 @dataclass(slots=True)
 class StepChoices:
-    """How groups were stored so far. Training drifts slowly, on the same machine, so choices are reused."""
+    """How groups were stored so far. Training drifts slowly, on the same machine, so choices are reused.
 
+    Attributes:
+        small: whether the fewest bytes are wanted, at half the speed, and from readers that know these encodings.
+    """
+
+    small: bool = False
     _known: dict[tuple[str, int, str], tuple[optim.Encoding, str, int]] = field(default_factory=dict)
     _fits: dict[str, tuple[bool, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -265,7 +273,7 @@ class Joined:
                 source = self.flat.tensors[name]
                 at, count = (start, length) if len(self.updates) == 1 else (0, source.nbytes)
                 pieces.append(Piece(source, at, count, room[name][at : at + count]))
-            gradient = None if encoding == "predicted" else arrived(update.gradient)
+            gradient = None if encoding in _WITHOUT else arrived(update.gradient)
             if gradient is not None and not isinstance(gradient, optim.SparseGradient):
                 at, count = _range(gradient, start, length, len(self.updates) == 1)
                 pieces.append(Piece(gradient, at, count))
@@ -456,7 +464,9 @@ def _choose_rule(one: Joined, choices: StepChoices) -> Rules:
     new = [_joined_array(one.new(slot, start, length)) for slot in range(one.width)]
     gradient = one.gradient(start, length)
     before = choices.variant(*key)
-    choice = optim.choose(update.optimizer, update.step, old, new, gradient, before if before in variants else None)
+    choice = optim.choose(
+        update.optimizer, update.step, old, new, gradient, before if before in variants else None, small=choices.small
+    )
     if not update.step.skipped:
         choices.learn(*key, choice)
     return choice.encoding, choice.rule
@@ -472,8 +482,7 @@ def will_fit(one: Joined, rule: Rules, choices: StepChoices) -> bool:
     It is rarely wrong: chunks of one tensor are alike.
     """
     start, length = one.extents[0]
-    bound = optim.predicted.bound if rule[0] == "predicted" else optim.replayed.bound
-    if bound(rule[1], length // 4) <= CHUNK:
+    if optim.bound(*rule, length // 4) <= CHUNK:
         return True
     known = choices.fits(one.leader)
     if known is None:
@@ -526,13 +535,9 @@ def code_chunk(
     parts = [one.new(slot, start, length, read) for slot in range(one.width)]
     old = [_joined_array(one.old(slot, start, length)) for slot in range(one.width)]
     new = [_joined_array(slot) for slot in parts]
-    gradient = None if encoding == "predicted" else one.gradient(start, length, read)
-    if gradient is None:
-        space = _space(optim.predicted.bound(arithmetic, length // 4))
-        payload = optim.predicted.encode(arithmetic, old, new, out=space)
-    else:
-        space = _space(optim.replayed.bound(arithmetic, length // 4))
-        payload = optim.replayed.encode(arithmetic, old, new, gradient, out=space)
+    gradient = None if encoding in _WITHOUT else one.gradient(start, length, read)
+    space = _space(optim.bound(encoding, arithmetic, length // 4))
+    payload = optim.encode(encoding, arithmetic, old, new, gradient, space)
     if len(payload) > CHUNK:
         return None
     numbers = range(len(one.updates))

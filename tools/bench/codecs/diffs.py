@@ -13,6 +13,7 @@ restored state is compared bit by bit.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -30,6 +31,7 @@ from torch import Tensor
 
 import ckptstore
 from ckptstore.formats import kernel_choice, optim
+from ckptstore.formats.codecs import FAST_POLICY, SMALL_POLICY, Policy
 from ckptstore.formats.sources import NumpySource
 from ckptstore.write.steps.updates import Update
 from tools.bench.codecs.trajectories import ensure, run_from
@@ -38,7 +40,16 @@ from tools.bench.machine import describe
 GROUP = optim.AdamW(beta1=0.9, beta2=0.95, weight_decay=0.1)
 STEPS = 20
 PHASES = (("lm", 40, "early"), ("lm", 350, "mid"), ("lm", 590, "late"), ("bf16", 1, "late, mixed precision"))
-LIMITS = {"predicted": 27.4, "replayed F32": 27.4, "replayed BF16": 11.3, "sparse F32": 0.36, "sparse BF16": 0.19}
+LIMITS = {
+    "predicted": 27.4,
+    "replayed F32": 27.4,
+    "replayed BF16": 11.3,
+    "sparse F32": 0.36,
+    "sparse BF16": 0.19,
+    "predicted, small": 25.5,
+    "replayed F32, small": 27.0,
+    "replayed BF16, small": 10.9,
+}
 _KEPT = {"sparse F32": torch.float32, "sparse BF16": torch.bfloat16}
 
 State = dict[str, dict[str, np.ndarray]]
@@ -149,11 +160,12 @@ class Measured:
     exact: bool = True
 
 
-def through_the_store(series: Series, batch: int, folder: Path) -> Measured:
+def through_the_store(series: Series, batch: int, folder: Path, policy: Policy = FAST_POLICY) -> Measured:
     """Save a series and load it: bytes of the diffs' segments, and processor seconds."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         store = ckptstore.open(place)
-        options = ckptstore.DiffOptions(full_every=len(series.states), batch=batch, seconds=None)
+        full_every = len(series.states)
+        options = ckptstore.DiffOptions(full_every=full_every, batch=batch, seconds=None, policy=policy)
         with store.writer(parent=None, diffs=options, poll_seconds=None) as writer:
             writer.save(series.states[0] | {"step": 0}, 1)  # type: ignore[operator]  # one more kind of member
             began = time.process_time()
@@ -218,10 +230,12 @@ def _peer(images: Sequence[bytes], compress: Callable[[bytes], bytes], restore: 
 def measure(phase: str, one: Series, rounds: int, folder: Path, with_peers: bool) -> list[Row]:
     """A series at b = 20 and b = 1, and the peers, in interleaved rounds."""
     sample = one.states[1 :: max(1, len(one.states) // 4)]
+    small = functools.partial(through_the_store, one, STEPS, folder, SMALL_POLICY)
     ways: list[tuple[str, int, int, Callable[[], Measured]]] = [
         (one.method, batch, one.nbytes, lambda batch=batch: through_the_store(one, batch, folder))  # type: ignore[misc]
         for batch in (STEPS, 1)
     ]
+    ways.append((f"{one.method}, small", STEPS, one.nbytes, small))
     if with_peers:
         ways += [(name, 0, 12 * one.parameters * len(sample), run) for name, run in peers(sample)]
     found: list[list[Measured]] = [[] for _ in ways]

@@ -163,13 +163,18 @@ def sorted_by_class(stored: Stored, base: Array, word: int, context: list[int]) 
     """Put the words z of a block in their places (5.4.5)."""
     shift, low, high = context
     labels = np.clip((base.astype(np.uint64) % (1 << 8 * word - 1)) >> np.uint64(shift), low, high) - low
+    return grouped(stored, labels, high - low + 1, word)
+
+
+def grouped(stored: Stored, labels: Array, classes: int, word: int) -> Array:
+    """Read words that are sorted by class and cut into groups, and put them in their places."""
     order = np.argsort(labels, kind="stable")
-    cuts, count = [0], len(base)
-    for label in range(high - low + 1):
+    cuts, count = [0], len(labels)
+    for label in range(classes):
         end = int((labels <= label).sum())
         if end - cuts[-1] >= 4096 and count - end >= 4096:
             cuts.append(end)
-    z = np.empty_like(base)
+    z = np.empty(count, UNSIGNED[word])
     z[order] = np.concatenate([group(stored, b - a, word) for a, b in zip(cuts, [*cuts[1:], count], strict=True)])
     return z
 

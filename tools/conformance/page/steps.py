@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from tools.conformance.page.codecs import Array, RefusedError, Stored, group, unzigzag
+from tools.conformance.page.codecs import Array, RefusedError, Stored, group, grouped, unzigzag
 
 BLOCK = 1 << 18
+SCALED = ("predicted/2", "replayed/2")
+FORMS = {"replayed": (0, 1, 2), "sparse": (3, 4, 5), "replayed/2": (0, 1)}
 SCALARS = {
     "adam/1": ("l2", "shrink", "weight1", "beta2", "weight2", "root", "eps", "rate"),
     "sgd/1": ("decay", "momentum", "share", "rate"),
@@ -37,7 +39,8 @@ def check_groups(own: Mapping[str, Any]) -> None:
             continue
         require(tensor["params"].keys() == {"encoding", "rule", "members"})
         encoding, rule, members = (tensor["params"][name] for name in ("encoding", "rule", "members"))
-        require(encoding in ("predicted", "replayed", "sparse") and isinstance(rule, dict))
+        require(encoding in ("predicted", "replayed", "sparse", *SCALED) and isinstance(rule, dict))
+        require(encoding not in SCALED or rule.get("rule") == "adam/1")
         require(isinstance(members, list) and all(member and isinstance(member, list) for member in members))
         require(all(isinstance(name, str) for member in members for name in member))
         require(bool(members) and members[0][0] == leader)
@@ -218,15 +221,18 @@ def predicted(rule: Rule, slot: str, old: Mapping[str, Array], new: Mapping[str,
 def decode(encoding: str, params: Mapping[str, Any], payload: bytes, old: Sequence[Array]) -> list[Array]:
     """The new patterns of a chunk's slots, in the order of the rule's slots, from the old ones."""
     rule, stored = Rule(params), Stored(payload)
-    form = -1 if encoding == "predicted" else stored.byte()
-    if encoding != "predicted" and form % 128 not in ((0, 1, 2) if encoding == "replayed" else (3, 4, 5)):
-        raise RefusedError("form")
+    require(encoding not in SCALED or rule.id == "adam/1")
+    form = stored.byte() if encoding in FORMS else -1
+    require(encoding not in FORMS or form % 128 in FORMS[encoding])
     made: list[list[Array]] = [[] for _ in rule.slots]
     with np.errstate(all="ignore"):
         for start in range(0, len(old[0]), BLOCK):
             parts = [numbers(part[start : start + BLOCK]) for part in old]
             before = dict(zip(rule.slots, parts, strict=True))
-            after = foretold(rule, stored, before) if form < 0 else replayed(rule, stored, before, form)
+            if form < 0:
+                after = foretold(rule, stored, before, encoding in SCALED)
+            else:
+                after = replayed(rule, stored, before, form, encoding in SCALED)
             for slot, blocks in zip(rule.slots, made, strict=True):
                 blocks.append(after[slot].view("<u4"))
     if stored.at < len(stored.data):
@@ -234,17 +240,21 @@ def decode(encoding: str, params: Mapping[str, Any], payload: bytes, old: Sequen
     return [np.concatenate(blocks) for blocks in made]
 
 
-def foretold(rule: Rule, stored: Stored, before: Mapping[str, Array]) -> dict[str, Array]:
+def foretold(rule: Rule, stored: Stored, before: Mapping[str, Array], scaled: bool) -> dict[str, Array]:
     after: dict[str, Array] = {}
-    for slot in rule.order:
+    if scaled:
+        after["exp_avg"] = changed(rule, stored, before)
+    for slot in rule.order[scaled:]:
         after[slot] = corrected(stored, prediction(rule, slot, before, after))
     return after
 
 
-def replayed(rule: Rule, stored: Stored, before: Mapping[str, Array], form: int) -> dict[str, Array]:
+def replayed(rule: Rule, stored: Stored, before: Mapping[str, Array], form: int, scaled: bool) -> dict[str, Array]:
     count = len(before[rule.slots[0]])
     gradient = np.zeros(count, np.float32)
-    if form % 128 < 3:
+    if scaled:
+        gradient = distances(stored, before["exp_avg_sq"], 2 if form % 128 else 4)
+    elif form % 128 < 3:
         gradient = values(stored, count, form % 128)
     else:
         places = positions(stored, count)
@@ -286,3 +296,32 @@ def positions(stored: Stored, count: int) -> list[int]:
     if len(found) != expected or (found and found[-1] >= count):
         raise RefusedError("steps")
     return found
+
+
+# ---- 5.5.5
+
+
+def expected(stored: Stored, second: Array) -> Array:
+    """The expected patterns of a block, by the scales that are read."""
+    count = len(second)
+    scales = group(stored, -(-count // 256), 1).astype(np.int64) if count else np.zeros(0, np.int64)
+    return (second.view("<u4").astype(np.int64) % 2**31) // 2 + np.repeat((scales + 126) * 2**21, 256)[:count]
+
+
+def distances(stored: Stored, second: Array, width: int) -> Array:
+    """A gradient as fp32."""
+    e, half = expected(stored, second) // 2 ** (32 - 8 * width), 2 ** (8 * width - 1)
+    words = group(stored, len(second), width).astype(np.int64) if len(second) else np.zeros(0, np.int64)
+    d = words // 2
+    magnitudes = np.where(d == 0, 0, np.where(d + e == half, e, (d + e) % half))
+    return numbers((magnitudes + half * (words % 2)) << (32 - 8 * width))
+
+
+def changed(rule: Rule, stored: Stored, before: Mapping[str, Array]) -> Array:
+    """The new first moments."""
+    kept = canonical(before["exp_avg"] * (np.float32(1) - rule.weight1)).view("<u4").astype(np.int64)
+    labels = np.clip((expected(stored, before["exp_avg_sq"]) - kept % 2**31 + 2**31) // 2**23, 246, 261) - 246
+    c = grouped(stored, labels, 16, 4).astype(np.int64)
+    difference = c % 2**24 + 2**24 * (c // 2**26)
+    difference = np.where(c // 2**24 % 2, -1 - difference, difference)
+    return numbers((kept + difference) % 2**31 + 2**31 * ((kept // 2**31 + c // 2**25) % 2))
