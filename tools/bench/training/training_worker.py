@@ -24,12 +24,13 @@ from typing import Any, Final
 
 import torch
 
+from tools.baselines.catalog import BASELINES
 from tools.bench.measure import Measurement
 from tools.bench.training.training_checkpointers import CHECKPOINTERS
 from tools.bench.training.training_loop import Shape, Trainer, digest, divide_cores, pin
 from tools.bench.training.training_strategies import STRATEGIES, AbsentError, Ledger, Options, Strategy
 
-ALL: Final = {**STRATEGIES, **CHECKPOINTERS}
+ALL: Final = {**STRATEGIES, **CHECKPOINTERS, **BASELINES}
 WARM_STEPS: Final = 3
 DIGESTS: Final = "digests.txt"
 
@@ -184,7 +185,7 @@ def restored(asked: argparse.Namespace, shape: Shape, step: int, trained: str) -
     found = restore(asked, shape)
     if found["step"] != step:
         raise RuntimeError(f"restored step {found['step']}, trained to step {step}")
-    if found["digest"] != trained:
+    if found["digest"] != trained and not ALL[asked.strategy].lossy:
         raise RuntimeError(f"the restored state of step {step} differs from the one that was trained")
     return {"restore_s": found["seconds"]}
 
@@ -194,9 +195,30 @@ def restore(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     other = Trainer(shape, asked.device, seed=2)
     other.take()  # so that there are moments to load into
     began = time.perf_counter()
-    step = ALL[asked.strategy].restore(asked.dir, other)
+    kind = ALL[asked.strategy]
+    step = kind.restore(asked.dir, other)
     seconds = time.perf_counter() - began
-    return {"step": step, "digest": None if step is None else digest(other.state()), "seconds": seconds}
+    found = {"step": step, "digest": None if step is None else digest(other.state()), "seconds": seconds}
+    return found | lost(other, Trainer(shape, asked.device), asked.first) if kind.lossy and step is not None else found
+
+
+def lost(restored: Trainer, trained: Trainer, first: int) -> dict[str, Any]:
+    """What a lossy checkpoint has lost: `trained` takes the steps of the restored one again.
+
+    Returns:
+        ``loss`` and ``loss_trained``: of the next step's data, with the restored and with the trained weights;
+        ``distance``: of the weights from the trained ones, relative to these; ``differing``: the part of the weights
+        that differ.
+    """
+    trained.step = first
+    while trained.step < restored.step:
+        trained.take()
+    mine = torch.cat([one.detach().flatten() for one in restored.model.parameters()])
+    its = torch.cat([one.detach().flatten() for one in trained.model.parameters()])
+    with torch.no_grad():
+        losses = {"loss": restored.loss().item(), "loss_trained": trained.loss().item()}
+    distance = ((mine - its).norm() / its.norm()).item()
+    return losses | {"distance": distance, "differing": (mine != its).double().mean().item()}
 
 
 def recover(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
