@@ -109,7 +109,7 @@ def test_a_peer_keeps_the_whole_state_when_half_of_the_next_one_comes(tmp_path: 
     strategy.close()
     text, data = b"text", bytes(1000)
     for sent, told in ((data[:500], digest(text, data)), (data, digest(text, b"other"))):
-        peer = gemini._connected(tmp_path)
+        peer = gemini.connected(tmp_path)
         assert peer is not None
         with peer:
             peer.sendall(b"P" + HEAD.pack(5, len(text), len(data), told) + text + sent)
@@ -123,12 +123,12 @@ def test_a_peer_keeps_the_whole_state_when_half_of_the_next_one_comes(tmp_path: 
 def test_a_slot_that_is_not_durable_is_never_the_valid_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, trainer, digests = trained("gpm", tmp_path, 4)
     assert isinstance(strategy, GpmLike)
-    assert strategy._region is not None
+    assert strategy.region is not None
 
     def fails(_begin: int, _end: int) -> None:
         raise OSError("the power is gone")
 
-    monkeypatch.setattr(strategy._region, "_persist", fails)
+    monkeypatch.setattr(strategy.region, "persist", fails)
     trainer.take()
     with pytest.raises(OSError, match="the power is gone"):
         strategy.save(5)
@@ -145,7 +145,7 @@ def test_a_peer_ends_with_its_folder(tmp_path: Path) -> None:
     folder.rename(tmp_path / "moved")
     (tmp_path / "moved" / "peer.json").rename(tmp_path / "peer.json")
     end = time.monotonic() + 10
-    while (peer := gemini._connected(tmp_path)) is not None:
+    while (peer := gemini.connected(tmp_path)) is not None:
         peer.close()
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -18,7 +18,7 @@ from tools.baselines.skeleton import described, filled, nbytes, raw
 from tools.baselines.strategy import Ledger, Options
 from tools.bench.training.training_loop import State, Trainer, on_savers, tensors
 
-__all__ = ["GeminiLike"]
+__all__ = ["GeminiLike", "connected"]
 
 _ROOT: Final = Path(__file__).parents[2]
 _WAIT: Final = 30.0
@@ -36,7 +36,7 @@ class GeminiLike(CheckFreqLike):
 
     def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
         super().__init__(folder, trainer, options, ledger)
-        self._peer = _connected(folder) or _started(folder)
+        self._peer = connected(folder) or _started(folder)
 
     def persist(self, step: int, whole: State) -> None:
         text = described(whole)
@@ -55,7 +55,7 @@ class GeminiLike(CheckFreqLike):
 
     @staticmethod
     def restore(folder: Path, trainer: Trainer) -> int | None:
-        peer = _connected(folder)
+        peer = connected(folder)
         if peer is None:
             return None
         with peer:
@@ -80,7 +80,7 @@ class GeminiLike(CheckFreqLike):
         return int(step)
 
 
-def _connected(folder: Path) -> socket.socket | None:
+def connected(folder: Path) -> socket.socket | None:
     """A connection to the folder's peer; None: it has none."""
     try:
         port = json.loads((folder / NAME).read_text())["port"]
@@ -103,7 +103,7 @@ def _started(folder: Path) -> socket.socket:
         )
     end = time.monotonic() + _WAIT
     while time.monotonic() < end:
-        if (found := _connected(folder)) is not None:
+        if (found := connected(folder)) is not None:
             return found
         time.sleep(0.01)
     raise ConnectionError(f"no peer came within {_WAIT:g} s")

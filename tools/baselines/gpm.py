@@ -38,14 +38,14 @@ class GpmLike(Strategy):
 
     def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
         super().__init__(folder, trainer, options, ledger)
-        self._region: _Region | None = None
+        self.region: _Region | None = None
 
     def save(self, step: int) -> None:
         state = self.trainer.state()
         self.trainer.synchronize()
-        if self._region is None:
-            self._region = _Region.made(self.folder / _FILE, state)
-        self._region.save(state)
+        if self.region is None:
+            self.region = _Region.made(self.folder / _FILE, state)
+        self.region.save(state)
         self.ledger.done(step)
 
     @staticmethod
@@ -69,7 +69,7 @@ class _Region:
         self._memory = memoryview(self._map)
         self._root = np.frombuffer(self._memory, np.int64, 1)  # one store of a word is never torn
         self._slot = (len(self._memory) - _ROOT) // _SLOTS
-        self._persist = self._persisting(path)
+        self.persist = self._persisting(path)
 
     @classmethod
     def made(cls, path: Path, state: State) -> _Region:
@@ -109,9 +109,9 @@ class _Region:
             raise ValueError("the state has grown since its region was made")
         room = np.array([len(text)], np.int64).tobytes() + text
         self._memory[begin : begin + len(room)] = room
-        self._persist(begin, at)
+        self.persist(begin, at)
         self._root[0] = 1 + slot
-        self._persist(0, 8)
+        self.persist(0, 8)
 
     def _valid(self) -> int:
         return int(self._root[0]) - 1
