@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from tools.baselines import medium
 from tools.baselines.strategy import Ledger, Options, Strategy
 from tools.baselines.torch_save import STEP, newest
 from tools.bench.dcp_stagers import Stagers
@@ -48,6 +49,7 @@ class DcpAsync(Strategy):
 
         def finish(done: Future[Any]) -> None:
             if done.exception() is None:  # DCP's writer syncs its files
+                medium.written(path)
                 fsync(path)
                 fsync(self.folder)
                 self.ledger.done(step)
@@ -96,6 +98,7 @@ class DcpSync(Strategy):
 
         path = self.folder / STEP.format(step)
         save(self.trainer.state(), checkpoint_id=path, no_dist=True)  # its writer syncs its files
+        medium.written(path)
         fsync(path)
         fsync(self.folder)
         self.ledger.done(step)

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from tools.baselines import medium
 from tools.baselines.skeleton import described, filled, nbytes
 from tools.baselines.strategy import Ledger, Options, Strategy
 from tools.bench.machine import filesystem_type
@@ -45,7 +46,7 @@ class GpmLike(Strategy):
         self.trainer.synchronize()
         if self.region is None:
             self.region = _Region.made(self.folder / _FILE, state)
-        self.region.save(state)
+        medium.taken(self.region.save(state))
         self.ledger.done(step)
 
     @staticmethod
@@ -97,7 +98,8 @@ class _Region:
 
         return persist
 
-    def save(self, state: State) -> None:
+    def save(self, state: State) -> int:
+        """Save a state -> the bytes that were stored."""
         slot = 1 - self._valid() if self._root[0] else 0
         begin = _ROOT + slot * self._slot
         text = described(state)
@@ -112,6 +114,7 @@ class _Region:
         self.persist(begin, at)
         self._root[0] = 1 + slot
         self.persist(0, 8)
+        return at - begin
 
     def _valid(self) -> int:
         return int(self._root[0]) - 1

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from tools.baselines import medium
 from tools.baselines.strategy import Strategy
 from tools.bench.storage.pagecache import fsync
 from tools.bench.training.training_loop import Trainer
@@ -21,6 +22,7 @@ def write_file(path: Path, state: Any) -> None:
     """torch.save under another name, then sync, rename, sync the folder."""
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
+    medium.written(partial)
     fsync(partial)
     partial.rename(path)
     fsync(path.parent)

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import torch
 
+from tools.baselines import medium
 from tools.baselines.catalog import BASELINES
 from tools.bench.measure import Measurement
 from tools.bench.training.training_checkpointers import CHECKPOINTERS
@@ -294,6 +295,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-pin", action="store_true")
     asked = parser.parse_args()
+    medium.limit()
     pinning = pin(*divide_cores(not asked.no_pin))
     torch.use_deterministic_algorithms(asked.device == "cpu")
     shape = Shape(asked.width, asked.layers, *asked.tokens)
