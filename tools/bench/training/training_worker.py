@@ -3,7 +3,8 @@
 ``python -m tools.bench.training.training_worker TASK STRATEGY`` has these tasks.
 
 ``loop`` trains, saves, measures, restores and compares; ``turns`` does so for as many steps at a time as it reads;
-``kill`` trains until it is killed, and reports each step; ``restore`` reports the newest restorable checkpoint,
+``kill`` trains until it is killed, and reports each step; ``live`` does so from the newest checkpoint on; ``digests``
+trains without saves, and notes the digest of every step; ``restore`` reports the newest restorable checkpoint,
 ``recover`` continues to a step. Each prints JSON; `training` starts them.
 """
 
@@ -27,13 +28,15 @@ import torch
 from tools.baselines import medium
 from tools.baselines.catalog import BASELINES
 from tools.bench.measure import Measurement
-from tools.bench.training.training_checkpointers import CHECKPOINTERS
+from tools.bench.training.training_checkpointers import CHECKPOINTERS, Checkpointed
 from tools.bench.training.training_loop import Shape, Trainer, digest, divide_cores, pin
 from tools.bench.training.training_strategies import STRATEGIES, AbsentError, Ledger, Options, Strategy
 
 ALL: Final = {**STRATEGIES, **CHECKPOINTERS, **BASELINES}
 WARM_STEPS: Final = 3
 DIGESTS: Final = "digests.txt"
+LIVED: Final = "lived"
+"""A file that a job makes in its first life."""
 
 
 @dataclass(slots=True)
@@ -274,6 +277,39 @@ def kill(asked: argparse.Namespace, shape: Shape) -> None:
             say({"step": run.trainer.step, "seconds": run.iterations[-1]} | agent)
 
 
+def live(asked: argparse.Namespace, shape: Shape) -> None:
+    """One life of a job: restore what an earlier one left, and train until killed."""
+    began = time.monotonic()
+    kind = ALL[asked.strategy]
+    trainer = Trainer(shape, asked.device)
+    resumes = issubclass(kind, Checkpointed)  # it restores as it is made
+    if (asked.dir / LIVED).exists() and not resumes:
+        trainer.take()  # so that there are moments to load into
+        if kind.restore(asked.dir, trainer) is None:
+            trainer = Trainer(shape, asked.device)
+    options = Options(asked.interval, asked.full_every, asked.batch)
+    ledger = Ledger()
+    strategy = kind(asked.dir, trainer, options, ledger)
+    (asked.dir / LIVED).touch()
+    step = trainer.step
+    say({"restored": step, "digest": digest(trainer.state()) if step else "", "seconds": time.monotonic() - began})
+    run = Run(trainer, strategy, ledger, asked.interval)
+    while True:
+        run.take()
+        say({"step": trainer.step, "at": time.monotonic()})
+
+
+def digests(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """Train `asked.steps` steps without saves -> the digest of each, which every life of a job has to reach."""
+    trainer = Trainer(shape, asked.device)
+    ALL[asked.strategy](asked.dir, trainer, Options(), Ledger())  # it may compress gradients
+    found = {}
+    while trainer.step < asked.steps:
+        trainer.take()
+        found[str(trainer.step)] = digest(trainer.state())
+    return {"digests": found}
+
+
 def say(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(document) + "\n")
     sys.stdout.flush()
@@ -281,7 +317,7 @@ def say(document: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=["loop", "turns", "kill", "restore", "recover"])
+    parser.add_argument("task", choices=["loop", "turns", "kill", "live", "digests", "restore", "recover"])
     parser.add_argument("strategy", choices=list(ALL))
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--width", type=int, required=True)
@@ -303,7 +339,9 @@ def main() -> None:
     try:
         if asked.task == "kill":
             kill(asked, shape)
-        tasks = {"loop": loop, "turns": turns, "restore": restore, "recover": recover}
+        if asked.task == "live":
+            live(asked, shape)
+        tasks = {"loop": loop, "digests": digests, "turns": turns, "restore": restore, "recover": recover}
         say(tasks[asked.task](asked, shape) | {"pinning": pinning})
     except AbsentError as error:
         say({"absent": str(error)})
