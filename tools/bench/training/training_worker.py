@@ -28,11 +28,12 @@ import torch
 from tools.baselines import medium
 from tools.baselines.catalog import BASELINES
 from tools.bench.measure import Measurement
+from tools.bench.training.pccheck_settings import PCCHECK
 from tools.bench.training.training_checkpointers import CHECKPOINTERS, Checkpointed
 from tools.bench.training.training_loop import Shape, Trainer, digest, divide_cores, pin
 from tools.bench.training.training_strategies import STRATEGIES, AbsentError, Ledger, Options, Strategy
 
-ALL: Final = {**STRATEGIES, **CHECKPOINTERS, **BASELINES}
+ALL: Final = {**STRATEGIES, **CHECKPOINTERS, **BASELINES, **PCCHECK}
 WARM_STEPS: Final = 3
 DIGESTS: Final = "digests.txt"
 LIVED: Final = "lived"
