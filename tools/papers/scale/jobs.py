@@ -51,7 +51,7 @@ def run(asked: Asked) -> Result:
     with planned(asked) as plan:
         _, iteration = measured(asked, plan, [("checkfreq", 10)], 1)
         disk = disk_like_the_papers(iteration)
-        limited = [(name, 10) for name in names[:6]]
+        limited = [(name, 1 if name == "topk" else 10) for name in names[:6]]  # step diffs hold every iteration
         found, iteration = measured(asked, plan, limited, 1 if asked.quick else 3, disk)
         # An agent is a process of its own, which the limit does not reach: its disk is this machine's.
         agents, iteration = measured(asked, plan, [(name, 10) for name in names[6:]], 1 if asked.quick else 3)
@@ -79,7 +79,7 @@ def run(asked: Asked) -> Result:
                 "-",
                 f"{mine:.1%} against {its:.1%}",
                 mine < its,
-                "" if mine < its else "the baseline that is ahead has its peer on loopback, or the machine was busy",
+                "" if mine < its else "the machine was busy, or a peer's memory takes copies sooner than any disk",
             ),
             Claim(
                 "on the trace, up to 2.86 times the goodput of CheckFreq",
@@ -148,7 +148,7 @@ def _ways(costs: dict[str, Costs]) -> Sequence[Way]:
             near_restore=local.restore,
             restore=2 * local.restore,
         ),
-        replace(diffs, interval=1, stall=diffs.stall / 10),
+        replace(diffs, interval=1),
         replace(agent, every=10, near=0.0, near_restore=agent.restore),
         replace(replica, every=1, near=0.0, near_restore=replica.restore),
     ]
