@@ -154,6 +154,7 @@ def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """
     run = begin(asked, shape)
     run.until(run.trainer.step + WARM_STEPS + 1)
+    run.until(_whole(run))  # its first save is not measured
     run.strategy.settle()
     os.sync()
     say({"ready": True})
@@ -168,9 +169,16 @@ def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         run.strategy.settle()
         agent = {} if pid is None else {"agent": (_processor(pid) - before) / steps}
         say({"iterations": run.iterations, "threads": run.threads} | agent)
+    run.until(_whole(run))
+    run.strategy.settle()
     trained, step = digest(run.trainer.state()), run.trainer.step
     run.strategy.close()
     return {} if asked.strategy.startswith("none") else restored(asked, shape, step, trained)
+
+
+def _whole(run: Run) -> int:
+    """The next step that is saved, or the present one."""
+    return -(-run.trainer.step // run.interval) * run.interval
 
 
 def _processor(pid: int) -> float:
