@@ -83,6 +83,12 @@ EXPERIMENTS: Final = (
     Experiment(
         *("lowdiff-table1", "LowDiff", "Table I", "Wasted time by fulls and batches", "lowdiff.batches:grid", 15),
     ),
+    Experiment("xor-3", "XOR delta", "Fig. 3", "Ratio of weights, by model", "xor.weights", 30),
+    Experiment("xor-4", "XOR delta", "Fig. 4, 5", "Checkpoints between four nodes", "xor.nodes", 15),
+    Experiment("xor-6", "XOR delta", "Fig. 6", "Ratio of weights during training", "xor.weights:over_training", 15),
+    Experiment("xor-7", "XOR delta", "Fig. 7", "Distinct prefixes of moments", "xor.moments:prefixes", 5),
+    Experiment("xor-8", "XOR delta", "Fig. 8", "Ratio of moments", "xor.moments", 5),
+    Experiment("xor-t", "XOR delta", "section 3.4", "The interval between a delta and its base", "xor.intervals", 20),
 )
 """In the order of the page."""
 
