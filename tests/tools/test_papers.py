@@ -177,6 +177,24 @@ def test_every_way_fails_at_the_same_moments() -> None:
     assert life.effective(0.1) == pytest.approx(0.8)
 
 
+def test_a_dearer_switch_completes_jobs_later() -> None:
+    pytest.importorskip("torch")
+    from tools.papers.lightcheck.scheduling import average_completion
+
+    free, dear = (average_completion(2.0, lost, 2000, seed=1) for lost in (0.0, 60.0))
+    assert free < dear
+    assert average_completion(0.1, 0.0, 2000, seed=1) == pytest.approx(900, rel=0.1), "half a round until it starts"
+    assert average_completion(5.5, 0.0, 2000, seed=1) > 2 * free, "more work comes than is done"
+
+
+def test_separated_tensors_begin_at_lines() -> None:
+    pytest.importorskip("torch")
+    from tools.papers.lightcheck import layout
+
+    found = layout.parted({"a": (0, 64), "b": (64, 64), "c": (128, 256), "d": (385, 127)})
+    assert found == 1 + 1 + 0 + 1
+
+
 @long_only
 @pytest.mark.slow
 @pytest.mark.timeout(1800)

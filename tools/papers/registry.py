@@ -83,6 +83,25 @@ EXPERIMENTS: Final = (
     Experiment(
         *("lowdiff-table1", "LowDiff", "Table I", "Wasted time by fulls and batches", "lowdiff.batches:grid", 15),
     ),
+    Experiment(
+        *("lightcheck-1", "LightCheck", "Table I, Fig. 5, 6", "The most frequent saves that slow training by 5 %"),
+        *("lightcheck.frequency", 40),
+    ),
+    Experiment(
+        *("lightcheck-2", "LightCheck", "Table II, Fig. 9", "Total training time with failures"),
+        *("lightcheck.failures", 60),
+    ),
+    Experiment(
+        *("lightcheck-3", "LightCheck", "Table III, Fig. 14", "Completion times of preempted jobs"),
+        *("lightcheck.scheduling", 60),
+    ),
+    Experiment(
+        *("lightcheck-7", "LightCheck", "Fig. 7, 8", "Utilization while checkpoints are taken"),
+        *("lightcheck.utilization", 40),
+    ),
+    Experiment("lightcheck-10", "LightCheck", "Fig. 10", "Layer by layer against whole", "lightcheck.layers", 60),
+    Experiment("lightcheck-11", "LightCheck", "Fig. 11-13", "Separated against mixed", "lightcheck.layout", 5),
+    Experiment("lightcheck-15", "LightCheck", "Fig. 15", "Accuracy after resumes", "lightcheck.accuracy", 20),
     Experiment("xor-3", "XOR delta", "Fig. 3", "Ratio of weights, by model", "xor.weights", 30),
     Experiment("xor-4", "XOR delta", "Fig. 4, 5", "Checkpoints between four nodes", "xor.nodes", 15),
     Experiment("xor-6", "XOR delta", "Fig. 6", "Ratio of weights during training", "xor.weights:over_training", 15),
