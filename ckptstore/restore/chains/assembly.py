@@ -185,8 +185,7 @@ class _Requirements:
                 members = [self.held[number][member] for member in link.group.names]
                 cells = tuple(Cell(member.tensor.name, *spec_of(member.tensor)) for member in members)
                 self.work[number, link.group.leader] = cells
-                for other in cells[1:]:
-                    self.join(cells[0], other)
+                self.join(cells)
                 waiting += [(member.tensor.name, number - 1, member) for member in members]
                 continue
             if (number, name) in self.work:
@@ -203,8 +202,11 @@ class _Requirements:
             self.parents[cell], cell = top, parent
         return top
 
-    def join(self, one: Cell, other: Cell) -> None:
-        self.parents[self.find(one)] = self.find(other)
+    def join(self, cells: Sequence[Cell]) -> None:
+        top = self.find(cells[0])
+        for cell in cells[1:]:  # most belong to `top` since the step after this one
+            if self.parents.get(cell) is not top:
+                self.parents[self.find(cell)] = top
 
 
 def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = True) -> dict[_Root, Program]:
