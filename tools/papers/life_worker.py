@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tools.bench.training.training_checkpointers import CHECKPOINTERS
+from tools.bench.training.training_checkpointers import Checkpointed
 from tools.bench.training.training_loop import Shape, Trainer, digest, divide_cores, pin
 from tools.bench.training.training_strategies import Ledger, Options
 from tools.bench.training.training_worker import ALL, Run
@@ -27,10 +27,10 @@ from tools.bench.training.training_worker import ALL, Run
 def live(asked: argparse.Namespace, shape: Shape) -> None:
     """Restore, train to `asked.until`, end."""
     trainer = Trainer(shape)
-    kind = ALL[asked.strategy]
+    kind: type[Any] = ALL[asked.strategy]
     options = Options(asked.interval, asked.full_every, asked.batch)
     say(begun=time.monotonic())
-    if asked.strategy in CHECKPOINTERS and not asked.strategy.startswith(("none", "fulls")):
+    if issubclass(kind, Checkpointed):
         strategy = kind(asked.dir, trainer, options, Ledger())  # opening resumes
     else:
         if any(asked.dir.iterdir()):

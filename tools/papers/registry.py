@@ -19,7 +19,7 @@ class Experiment:
 
     Attributes:
         name: what the command takes: the paper, and the number of the experiment or figure there.
-        paper: LowDiff, PCcheck, LightCheck or XOR delta.
+        paper: LowDiff, PCcheck, LightCheck or XOR delta; Scale: what no paper has.
         figure: where it is in the paper.
         title: in a line.
         module: has ``run(asked) -> Result``; ``module:name`` if the function has another name.
@@ -49,7 +49,7 @@ class Experiment:
         return found
 
 
-EXPERIMENTS: Final = (
+_LOWDIFF: Final = (
     Experiment(
         *("lowdiff-1", "LowDiff", "Exp. 1, Fig. 11", "A save after every iteration, gradients compressed"),
         *("lowdiff.overhead:compressed", 60),
@@ -59,12 +59,7 @@ EXPERIMENTS: Final = (
         *("lowdiff.overhead:uncompressed", 40),
     ),
     Experiment(
-        *(
-            "lowdiff-3",
-            "LowDiff",
-            "Exp. 3, 9, 10; Fig. 13, 18, 19",
-            "Wasted time and effective training under failures",
-        ),
+        *("lowdiff-3", "LowDiff", "Exp. 3, 9, 10; Fig. 13, 18, 19", "Wasted and effective time under failures"),
         *("lowdiff.failures", 100),
     ),
     Experiment(
@@ -83,6 +78,39 @@ EXPERIMENTS: Final = (
     Experiment(
         *("lowdiff-table1", "LowDiff", "Table I", "Wasted time by fulls and batches", "lowdiff.batches:grid", 15),
     ),
+)
+_PCCHECK: Final = (
+    Experiment(
+        *("pccheck-8", "PCcheck", "Fig. 8", "Throughput of a loop that saves every f iterations"),
+        *("pccheck.throughput:frequencies", 90),
+    ),
+    Experiment(
+        *("pccheck-9", "PCcheck", "Fig. 2 and 9", "Goodput on a trace of preemptions, by the paper's formula"),
+        *("pccheck.goodput:recomputed", 2),
+    ),
+    Experiment(
+        *("pccheck-9-real", "PCcheck", "Fig. 9", "Goodput of real jobs that are killed at the times of the trace"),
+        *("pccheck.goodput:replayed", 90),
+    ),
+    Experiment(
+        *("pccheck-10", "PCcheck", "Fig. 10", "Throughput on persistent memory"),
+        *("pccheck.throughput:pmem", 30),
+    ),
+    Experiment("pccheck-11", "PCcheck", "Fig. 11", "Time until one checkpoint is durable", "pccheck.persisting", 20),
+    Experiment(
+        *("pccheck-12", "PCcheck", "Fig. 12", "Throughput by N, the saves in flight"),
+        *("pccheck.throughput:concurrent", 40),
+    ),
+    Experiment(
+        *("pccheck-13", "PCcheck", "Fig. 13", "Throughput by p, the threads that write one checkpoint"),
+        *("pccheck.throughput:threads", 60),
+    ),
+    Experiment(
+        *("pccheck-14", "PCcheck", "Fig. 14", "Throughput by M, the memory for copies"),
+        *("pccheck.throughput:chunks", 60),
+    ),
+)
+_LIGHTCHECK: Final = (
     Experiment(
         *("lightcheck-1", "LightCheck", "Table I, Fig. 5, 6", "The most frequent saves that slow training by 5 %"),
         *("lightcheck.frequency", 40),
@@ -102,6 +130,8 @@ EXPERIMENTS: Final = (
     Experiment("lightcheck-10", "LightCheck", "Fig. 10", "Layer by layer against whole", "lightcheck.layers", 60),
     Experiment("lightcheck-11", "LightCheck", "Fig. 11-13", "Separated against mixed", "lightcheck.layout", 5),
     Experiment("lightcheck-15", "LightCheck", "Fig. 15", "Accuracy after resumes", "lightcheck.accuracy", 20),
+)
+_XOR: Final = (
     Experiment("xor-3", "XOR delta", "Fig. 3", "Ratio of weights, by model", "xor.weights", 30),
     Experiment("xor-4", "XOR delta", "Fig. 4, 5", "Checkpoints between four nodes", "xor.nodes", 15),
     Experiment("xor-6", "XOR delta", "Fig. 6", "Ratio of weights during training", "xor.weights:over_training", 15),
@@ -109,6 +139,12 @@ EXPERIMENTS: Final = (
     Experiment("xor-8", "XOR delta", "Fig. 8", "Ratio of moments", "xor.moments", 5),
     Experiment("xor-t", "XOR delta", "section 3.4", "The interval between a delta and its base", "xor.intervals", 20),
 )
+_SCALE: Final = (
+    Experiment("baselines", "Scale", "the papers' baselines", "Killed and restored", "scale.baselines", 20),
+    Experiment("jobs", "Scale", "beyond the papers", "Goodput of 1 to 16,384 workers", "scale.jobs", 60),
+    Experiment("ranks", "Scale", "beyond the papers", "Commits of many ranks", "scale.commits", 15),
+)
+EXPERIMENTS: Final = (*_LOWDIFF, *_PCCHECK, *_LIGHTCHECK, *_XOR, *_SCALE)
 """In the order of the page."""
 
 

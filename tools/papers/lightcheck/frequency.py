@@ -100,7 +100,7 @@ def run(asked: Asked) -> Result:
                 y="s",
             ),
         ],
-        compared=[compared(found)],
+        compared=compared(found),
         settings={"shape": shape, "bound": BOUND},
         numbers={"ways": [one.numbers() for one in found]},
     )

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 import ckptstore
 from ckptstore import DiffOptions
@@ -80,6 +82,16 @@ class DiffRun:
         seconds = time.perf_counter() - began
         return seconds, digest(other.state()) == self.digests[step]
 
+    def distance(self, step: int) -> float:
+        """How far the restored weights are from the present ones, relative to their norm."""
+        other = Trainer(self.trainer.shape, seed=2)
+        other.load(self.store.load(step, framework="torch"))
+        mine, its = (
+            torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
+            for trainer in (other, self.trainer)
+        )
+        return float((mine - its).norm() / its.norm())
+
     def diffs(self, step: int) -> list[int]:
         """The bytes of each segment of step diffs that restoring a step reads."""
         described = self.store.describe(step)
@@ -88,14 +100,20 @@ class DiffRun:
 
 @contextmanager
 def diff_run(
-    folder: Path, shape: Shape, *, density: float | None = 0.01, full_every: int = 1000, batch: int = 1
+    folder: Path,
+    shape: Shape,
+    *,
+    density: float | None = 0.01,
+    full_every: int = 1000,
+    batch: int = 1,
+    accumulate: Literal["concatenate", "sum"] = "concatenate",
 ) -> Iterator[DiffRun]:
-    """A run with a new store. `density`: of `TopKHook`; None: gradients are whole."""
+    """A run with a new store. `density`: of `TopKHook`; None: gradients are whole. The rest: see `DiffOptions`."""
     trainer = Trainer(shape)
     if density is not None:
         trainer.compressor = TopKHook(density, exact=False)
     folder.mkdir(parents=True)
     with ckptstore.open(folder / "store", create=True) as store:
-        options = DiffOptions(full_every=full_every, batch=batch, seconds=None, flush_on_sigterm=False)
+        options = DiffOptions(full_every, batch, seconds=None, flush_on_sigterm=False, accumulate=accumulate)
         with store.writer(max_in_flight=2, poll_seconds=None, diffs=options) as writer:
             yield DiffRun(trainer, store, writer)
