@@ -163,6 +163,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/training/replica/*": _some("sparse_replica", "checkpointer_replica", "device_replica"),
     "ckptstore/training/optimizers/queued_entries.py": _some("topk", "sparse_replica", "device_replica"),
     "ckptstore/training/optimizers/*": _some("topk", "planned_state", "torch_optimizers", "checkpointer"),
+    "ckptstore/training/retention.py": _some("rules_beside_a_run", "checkpointer"),
+    "ckptstore/training/save_reports.py": _some("slow_saves", "checkpointer"),
+    "ckptstore/training/settings.py": _some("checkpointer", "checkpointer_replica", "save_pace"),
     "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
     "ckptstore/maintenance/merge/*": _some(
         "diff_merge", "merging_diffs", "hostile_segments", "compaction", "rebuilding"

@@ -49,6 +49,36 @@ class Experiment:
         return found
 
 
+_LOWDIFF: Final = (
+    Experiment(
+        *("lowdiff-1", "LowDiff", "Exp. 1, Fig. 11", "A save after every iteration, gradients compressed"),
+        *("lowdiff.overhead:compressed", 60),
+    ),
+    Experiment(
+        *("lowdiff-2", "LowDiff", "Exp. 2, Fig. 12", "A save after every iteration, gradients not compressed"),
+        *("lowdiff.overhead:uncompressed", 40),
+    ),
+    Experiment(
+        *("lowdiff-3", "LowDiff", "Exp. 3, 9, 10; Fig. 13, 18, 19", "Wasted and effective time under failures"),
+        *("lowdiff.failures", 100),
+    ),
+    Experiment(
+        *("lowdiff-4", "LowDiff", "Exp. 4, Fig. 14", "The most frequent saves that slow training by 3.5 %"),
+        *("lowdiff.overhead:frequency", 40),
+    ),
+    Experiment("lowdiff-5", "LowDiff", "Exp. 5, Fig. 15", "Time to recover", "lowdiff.recovery", 40),
+    Experiment(
+        *("lowdiff-6", "LowDiff", "Exp. 6, Fig. 16", "Batches of step diffs: segments, time, memory"),
+        *("lowdiff.batches:batching", 20),
+    ),
+    Experiment("lowdiff-7", "LowDiff", "Exp. 7, Table III", "Bytes of a checkpoint", "lowdiff.stored_bytes", 5),
+    Experiment(
+        *("lowdiff-8", "LowDiff", "Exp. 8, Fig. 17", "Compression ratios", "lowdiff.batches:densities", 20),
+    ),
+    Experiment(
+        *("lowdiff-table1", "LowDiff", "Table I", "Wasted time by fulls and batches", "lowdiff.batches:grid", 15),
+    ),
+)
 _PCCHECK: Final = (
     Experiment(
         *("pccheck-8", "PCcheck", "Fig. 8", "Throughput of a loop that saves every f iterations"),
@@ -80,16 +110,41 @@ _PCCHECK: Final = (
         *("pccheck.throughput:chunks", 60),
     ),
 )
+_LIGHTCHECK: Final = (
+    Experiment(
+        *("lightcheck-1", "LightCheck", "Table I, Fig. 5, 6", "The most frequent saves that slow training by 5 %"),
+        *("lightcheck.frequency", 40),
+    ),
+    Experiment(
+        *("lightcheck-2", "LightCheck", "Table II, Fig. 9", "Total training time with failures"),
+        *("lightcheck.failures", 60),
+    ),
+    Experiment(
+        *("lightcheck-3", "LightCheck", "Table III, Fig. 14", "Completion times of preempted jobs"),
+        *("lightcheck.scheduling", 60),
+    ),
+    Experiment(
+        *("lightcheck-7", "LightCheck", "Fig. 7, 8", "Utilization while checkpoints are taken"),
+        *("lightcheck.utilization", 40),
+    ),
+    Experiment("lightcheck-10", "LightCheck", "Fig. 10", "Layer by layer against whole", "lightcheck.layers", 60),
+    Experiment("lightcheck-11", "LightCheck", "Fig. 11-13", "Separated against mixed", "lightcheck.layout", 5),
+    Experiment("lightcheck-15", "LightCheck", "Fig. 15", "Accuracy after resumes", "lightcheck.accuracy", 20),
+)
+_XOR: Final = (
+    Experiment("xor-3", "XOR delta", "Fig. 3", "Ratio of weights, by model", "xor.weights", 30),
+    Experiment("xor-4", "XOR delta", "Fig. 4, 5", "Checkpoints between four nodes", "xor.nodes", 15),
+    Experiment("xor-6", "XOR delta", "Fig. 6", "Ratio of weights during training", "xor.weights:over_training", 15),
+    Experiment("xor-7", "XOR delta", "Fig. 7", "Distinct prefixes of moments", "xor.moments:prefixes", 5),
+    Experiment("xor-8", "XOR delta", "Fig. 8", "Ratio of moments", "xor.moments", 5),
+    Experiment("xor-t", "XOR delta", "section 3.4", "The interval between a delta and its base", "xor.intervals", 20),
+)
 _SCALE: Final = (
     Experiment("baselines", "Scale", "the papers' baselines", "Killed and restored", "scale.baselines", 20),
     Experiment("jobs", "Scale", "beyond the papers", "Goodput of 1 to 16,384 workers", "scale.jobs", 60),
     Experiment("ranks", "Scale", "beyond the papers", "Commits of many ranks", "scale.commits", 15),
 )
-EXPERIMENTS: Final = (
-    Experiment("lowdiff-7", "LowDiff", "Exp. 7, Table III", "Bytes of a checkpoint", "lowdiff.stored_bytes", 5),
-    *_PCCHECK,
-    *_SCALE,
-)
+EXPERIMENTS: Final = (*_LOWDIFF, *_PCCHECK, *_LIGHTCHECK, *_XOR, *_SCALE)
 """In the order of the page."""
 
 

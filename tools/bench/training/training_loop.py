@@ -58,6 +58,7 @@ class Trainer:
 
     Attributes:
         parameters: how many are trained.
+        shape: of the model.
         compressor: a `TopKHook` that keeps the largest entries of each gradient; None: gradients are unchanged.
     """
 
@@ -69,12 +70,12 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.step = 0
         self.compressor: Any = None
-        self._shape = shape
+        self.shape = shape
         self._text = torch.from_numpy(read_corpus(_TEXT).text.copy()).long()
 
     def loss(self) -> torch.Tensor:
         """The loss of the next step's data."""
-        shape = self._shape
+        shape = self.shape
         generator = torch.Generator().manual_seed(1_000_003 + self.step)
         starts = torch.randint(len(self._text) - shape.context - 1, (shape.batch,), generator=generator)
         rows = torch.stack([self._text[start : start + shape.context + 1] for start in starts.tolist()])

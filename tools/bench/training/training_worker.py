@@ -160,6 +160,7 @@ def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """
     run = begin(asked, shape)
     run.until(run.trainer.step + WARM_STEPS + 1)
+    run.until(_whole(run))  # its first save is not measured
     run.strategy.settle()
     os.sync()
     say({"ready": True})
@@ -174,9 +175,16 @@ def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         run.strategy.settle()
         agent = {} if pid is None else {"agent": (_processor(pid) - before) / steps}
         say({"iterations": run.iterations, "threads": run.threads} | agent)
+    run.until(_whole(run))
+    run.strategy.settle()
     trained, step = digest(run.trainer.state()), run.trainer.step
     run.strategy.close()
     return {} if asked.strategy.startswith("none") else restored(asked, shape, step, trained)
+
+
+def _whole(run: Run) -> int:
+    """The next step that is saved, or the present one."""
+    return -(-run.trainer.step // run.interval) * run.interval
 
 
 def _processor(pid: int) -> float:
@@ -186,13 +194,13 @@ def _processor(pid: int) -> float:
 
 
 def restored(asked: argparse.Namespace, shape: Shape, step: int, trained: str) -> dict[str, float]:
-    """Restore into another trainer, and compare. Raises `RuntimeError` if a bit differs."""
+    """Restore into another trainer, and compare. Raises `RuntimeError` if a bit differs; a lossy one has a distance."""
     found = restore(asked, shape)
     if found["step"] != step:
         raise RuntimeError(f"restored step {found['step']}, trained to step {step}")
     if found["digest"] != trained and not ALL[asked.strategy].lossy:
         raise RuntimeError(f"the restored state of step {step} differs from the one that was trained")
-    return {"restore_s": found["seconds"]}
+    return {"restore_s": found["seconds"]} | {name: found[name] for name in ("distance",) if name in found}
 
 
 def restore(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
