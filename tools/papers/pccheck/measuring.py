@@ -28,6 +28,8 @@ __all__ = ["LABELS", "SHAPE", "Cost", "Disk", "compared", "disk_like_the_papers"
 
 SHAPE: Final = (128, 6, 1, 16)
 """Width, layers, batch, context: 1.2 million parameters, 14.7 MB of state, and short iterations."""
+TINY: Final = (32, 1, 1, 8)
+"""Of ``--smoke``."""
 STATE_BYTES: Final = 14_700_000
 ITERATIONS_A_SAVE: Final = 18.0
 """OPT-1.3B, from the paper's numbers: 10 iterations with CheckFreq take 39 s, 20 s without saves."""
@@ -114,7 +116,7 @@ def disk_like_the_papers(iteration: float, state_bytes: float = STATE_BYTES) -> 
 def planned(asked: Asked, shape: tuple[int, int, int, int] = SHAPE, full_every: int = 100) -> Iterator[Plan]:
     """A plan whose processes start warm."""
     with Warm(MODULES, env=environment()) as nursery:
-        width, layers, batch, context = shape
+        width, layers, batch, context = TINY if asked.smoke else shape
         yield Plan(width, layers, batch, context, 10, full_every, "cpu", True, asked.scratch, warm=nursery)
 
 

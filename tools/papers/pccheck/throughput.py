@@ -56,11 +56,11 @@ _known: dict[bool, Measured] = {}
 
 def measured_frequencies(asked: Asked) -> Measured:
     """Measure once in this process."""
-    if asked.quick not in _known:
-        intervals = (1, 10, 25) if asked.quick else (1, 10, 25, 50, 100)
+    if asked.short not in _known:
+        intervals = (1, 10, 25) if asked.short else (1, 10, 25, 50, 100)
         names = ("checkfreq", "gpm", "gemini", "ckptstore-4", "topk")
-        names = names if asked.quick else (*names, "torch.save", "dcp-async", "ckptstore-1", "ckptstore-2")
-        rounds = 1 if asked.quick else 3
+        names = names if asked.short else (*names, "torch.save", "dcp-async", "ckptstore-1", "ckptstore-2")
+        rounds = asked.pick(1, 1, 3)
         with planned(asked) as plan:
             plain, iteration = measured(asked, plan, [("checkfreq", 10)], 1)
             disk = disk_like_the_papers(iteration)
@@ -68,10 +68,10 @@ def measured_frequencies(asked: Asked) -> Measured:
             ways = [(name, f) for f in intervals for name in names if name != "topk" or f == 1]
             limited, iteration = measured(asked, plan, ways, rounds, disk)
             free = [("checkfreq", 1), ("gpm", 1), ("ckptstore-4", 1)]
-            free = free if asked.quick else [(name, f) for f in (1, 10) for name in names if name != "topk" or f == 1]
+            free = free if asked.short else [(name, f) for f in (1, 10) for name in names if name != "topk" or f == 1]
             plain, _ = measured(asked, plan, free, rounds)
-        _known[asked.quick] = Measured(limited, plain, iteration, disk)
-    return _known[asked.quick]
+        _known[asked.short] = Measured(limited, plain, iteration, disk)
+    return _known[asked.short]
 
 
 def frequencies(asked: Asked) -> Result:
@@ -154,13 +154,13 @@ def _lines(title: str, found: Sequence[Cost], *, inverse: bool = False) -> Figur
 def pmem(asked: Asked) -> Result:
     """Fig. 10."""
     missing = obstacle("pmem")
-    intervals = (1, 5) if asked.quick else (1, 5, 10, 25, 50)
-    names = ("checkfreq", "gpm", "pmem-2") if asked.quick else ("checkfreq", "gpm", "pmem-1", "pmem-2", "pmem-4")
+    intervals = (1, 5) if asked.short else (1, 5, 10, 25, 50)
+    names = ("checkfreq", "gpm", "pmem-2") if asked.short else ("checkfreq", "gpm", "pmem-1", "pmem-2", "pmem-4")
     with TemporaryDirectory(dir="/dev/shm", prefix="ckptstore-papers-") as memory:
         there = replace(asked, scratch=Path(memory))
         with planned(there) as plan:
             found, iteration = measured(
-                there, plan, [(name, interval) for interval in intervals for name in names], 1 if asked.quick else 3
+                there, plan, [(name, interval) for interval in intervals for name in names], asked.pick(1, 1, 3)
             )
     at = {(one.strategy, one.interval): one for one in found if one.slowdowns}
     ours = [at["pmem-2", interval].slowdown for interval in intervals]
@@ -193,12 +193,12 @@ def pmem(asked: Asked) -> Result:
 
 def concurrent(asked: Asked) -> Result:
     """Fig. 12."""
-    intervals = (5, 10) if asked.quick else (2, 5, 10, 25, 50)
-    numbers = (1, 2, 4) if asked.quick else (1, 2, 3, 4)
+    intervals = (5, 10) if asked.short else (2, 5, 10, 25, 50)
+    numbers = (1, 2, 4) if asked.short else (1, 2, 3, 4)
     with planned(asked) as plan:
         _, iteration = measured(asked, plan, [("ckptstore-1", 10)], 1)
         ways = [(f"n{number}-p2", interval) for interval in intervals for number in numbers]
-        found, iteration = measured(asked, plan, ways, 1 if asked.quick else 3, disk_like_the_papers(iteration))
+        found, iteration = measured(asked, plan, ways, asked.pick(1, 1, 3), disk_like_the_papers(iteration))
     found = _labelled(found)
     at = {(one.strategy, one.interval): one.slowdown for one in found if one.slowdowns}
     gain = [at["n1-p2", interval] / min(at[f"n{number}-p2", interval] for number in numbers) for interval in intervals]
@@ -240,12 +240,12 @@ def _labelled(found: list[Cost]) -> list[Cost]:
 
 def threads(asked: Asked) -> Result:
     """Fig. 13."""
-    numbers, each = ((1, 2), (1, 3)) if asked.quick else ((1, 2, 3), (1, 2, 3))
+    numbers, each = ((1, 2), (1, 3)) if asked.short else ((1, 2, 3), (1, 2, 3))
     with planned(asked, LARGE) as plan:
         _, iteration = measured(asked, plan, [("ckptstore-1", 10)], 1)
         ways = [(f"n{number}-p{thread}", 10) for number in numbers for thread in each]
         disk = disk_like_the_papers(iteration, LARGE_BYTES)
-        found, iteration = measured(asked, plan, ways, 1 if asked.quick else 3, disk)
+        found, iteration = measured(asked, plan, ways, asked.pick(1, 1, 3), disk)
     found = _labelled(found)
     at = {one.strategy: one.slowdown for one in found if one.slowdowns}
     gain = [at[f"n{number}-p1"] / at[f"n{number}-p3"] for number in numbers]
@@ -288,13 +288,13 @@ _FIG13: Final = {1: 1.36, 2: 1.16, 3: 1.13}
 
 def chunks(asked: Asked) -> Result:
     """Fig. 14."""
-    parts = (100, 200) if asked.quick else (100, 125, 150, 200)
+    parts = (100, 200) if asked.short else (100, 125, 150, 200)
     interval = 15
     with planned(asked, LARGE) as plan:
         _, iteration = measured(asked, plan, [("ckptstore-1", 15)], 1)
         ways = [(f"memory-{part}", interval) for part in parts] + [("ckptstore-4", interval)]
         disk = disk_like_the_papers(iteration, LARGE_BYTES)
-        found, iteration = measured(asked, plan, ways, 1 if asked.quick else 3, disk)
+        found, iteration = measured(asked, plan, ways, asked.pick(1, 1, 3), disk)
     found = _labelled(found)
     at = {one.strategy: one.slowdown for one in found if one.slowdowns}
     extra = at["memory-100"] / at["memory-200"] - 1

@@ -22,7 +22,7 @@ LINEAR: Final = 1.15
 
 def run(asked: Asked) -> Result:
     """Run the experiment."""
-    sizes, spaced_sizes = SIZES[asked.quick], SPACED[asked.quick]
+    sizes, spaced_sizes = SIZES[asked.pick(True, True, False)], SPACED[asked.pick(True, True, False)]
     runs: list[Run] = []
     for size in sizes:
         runs.append(simulated(size))

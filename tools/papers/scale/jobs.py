@@ -52,16 +52,16 @@ def run(asked: Asked) -> Result:
         _, iteration = measured(asked, plan, [("checkfreq", 10)], 1)
         disk = disk_like_the_papers(iteration)
         limited = [(name, 1 if name == "topk" else 10) for name in names[:6]]  # step diffs hold every iteration
-        found, iteration = measured(asked, plan, limited, 1 if asked.quick else 3, disk)
+        found, iteration = measured(asked, plan, limited, asked.pick(1, 1, 3), disk)
         # An agent is a process of its own, which the limit does not reach: its disk is this machine's.
-        agents, iteration = measured(asked, plan, [(name, 10) for name in names[6:]], 1 if asked.quick else 3)
+        agents, iteration = measured(asked, plan, [(name, 10) for name in names[6:]], asked.pick(1, 1, 3))
     costs = {
         one.strategy: Costs(one, ITERATION / iteration) for one in (*found, *agents) if one.slowdowns and one.samples
     }
     rows: list[list[Cell]] = []
     curves: dict[str, list[float]] = {}
     for way in _ways(costs):
-        curves[way.name] = [_goodput(way, workers, asked.quick) for workers in WORKERS]
+        curves[way.name] = [_goodput(way, workers, asked.pick(1, 2, 10)) for workers in WORKERS]
         failures = recorded()
         at_trace = model.simulated(way, ITERATION, SAMPLES * SAMPLE, failures, restart=RESTART).goodput
         rows.append([way.name, way.stall, way.durable if way.durable < 1e9 else None, *curves[way.name], at_trace])
@@ -154,15 +154,13 @@ def _ways(costs: dict[str, Costs]) -> Sequence[Way]:
     ]
 
 
-def _goodput(way: Way, workers: int, quick: bool) -> float:
+def _goodput(way: Way, workers: int, draws: int) -> float:
     """Of jobs with so many workers: long enough for 50 failures, a day at least."""
     seconds = max(DAY, min(50 * MTBF / workers, 100 * DAY))
     commit = commit_seconds(workers) if way.name.startswith("ckptstore") else 0.0
     there = replace(way, durable=way.durable + commit)
-    draws = range(2 if quick else 10)
-    return sum(_one(there, seconds, exponential(seconds, workers, MTBF, seed=draw), draw) for draw in draws) / len(
-        draws
-    )
+    found = [_one(there, seconds, exponential(seconds, workers, MTBF, seed=draw), draw) for draw in range(draws)]
+    return sum(found) / draws
 
 
 def _one(way: Way, seconds: float, failures: Sequence[Failure], seed: int) -> float:
