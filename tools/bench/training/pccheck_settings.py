@@ -34,6 +34,9 @@ class _Pmem(Store):
     def url(self, folder: Path) -> str:
         return f"pmem://{Path(super().url(folder)).resolve()}"
 
+    def settings(self) -> dict[str, Any]:
+        return {"keep": ["last:1"]}  # memory is used again, as in the paper's slots
+
 
 class Ranked(Store):
     """One of several trainers that save together; all train the same. `RANK` in the environment says which it is."""

@@ -79,7 +79,7 @@ def run(asked: Asked) -> Result:
                 "-",
                 f"{mine:.1%} against {its:.1%}",
                 mine < its,
-                "" if mine < its else "the machine was busy, or a peer's memory takes copies sooner than any disk",
+                "" if mine < its else "a peer's memory takes copies sooner than any disk",
             ),
             Claim(
                 "on the trace, up to 2.86 times the goodput of CheckFreq",
