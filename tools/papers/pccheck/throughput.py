@@ -182,7 +182,7 @@ def pmem(asked: Asked) -> Result:
                 wins,
                 ""
                 if wins
-                else "the medium is DRAM: GPM's plain copy takes a fraction of an iteration, there is nothing to overlap, "
+                else "the medium is DRAM: a plain copy takes a fraction of an iteration, there is nothing to overlap, "
                 "and the store hashes every byte. " + _CORES,
             )
         ],
