@@ -133,7 +133,7 @@ def _claims(goodput: Mapping[tuple[str, int], float], intervals: Sequence[int], 
 def replayed(asked: Asked) -> Result:
     """Fig. 9, for real: a job that is killed at the times of the trace, in the time of our iterations."""
     found = measured_frequencies(asked)
-    until, seconds = asked.pick((12, 6.0), (30, 24.0), (SAMPLES, 200.0))
+    until, seconds = asked.pick((12, 6.0), (16, 20.0), (75, 240.0))
     names = ("checkfreq", "ckptstore-4", "topk") if asked.short else ("checkfreq", "gpm", "gemini", *OURS)
     intervals = dict.fromkeys(names, 10) | {"topk": 1}  # step diffs hold every iteration
     times = [one.at for one in recorded(seconds, until)]
