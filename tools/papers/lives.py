@@ -52,7 +52,8 @@ class Life:
     """A run of one or more lives. Seconds.
 
     Attributes:
-        seconds: from the first model to the last step, starts of processes left out.
+        seconds: of training, saving and restoring until the last step. Starts of processes, and the opening of the
+            store in the first life, are left out.
         starts: from each kill (or the beginning) to the new process's model.
         restores: from the model to the restored state.
         failures: how many kills.
@@ -130,7 +131,8 @@ def lived(warm: Warm, way: Way, shape: Sequence[int], steps: int, kills: Sequenc
             text = trouble.read().strip()
         if said.began:
             found.starts.append(said.began - died)
-            found.seconds += (said.trained or said.killed or said.last) - said.began
+            since = said.began if found.failures else said.restored  # opening a new store recovers nothing
+            found.seconds += (said.trained or said.killed or said.last) - since
         if said.restored:
             found.restores.append(said.restored - said.began)
             found.lost += max(0, reached - said.first)

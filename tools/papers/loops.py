@@ -180,7 +180,7 @@ _known: dict[tuple[Any, ...], Cost] = {}
 
 
 def shared(
-    asked: Asked, shape: tuple[int, int, int, int], ways: Sequence[tuple[str, int]], turns: int, steps: int = 5
+    asked: Asked, shape: tuple[int, int, int, int], ways: Sequence[tuple[str, int]], turns: int, steps: int = 4
 ) -> list[Cost]:
     """As `costs`, but what another experiment of this run has measured in the same setting is not measured again."""
     keys = {way: (shape, turns, steps, *way) for way in ways}

@@ -56,15 +56,15 @@ _LOWDIFF: Final = (
     ),
     Experiment(
         *("lowdiff-2", "LowDiff", "Exp. 2, Fig. 12", "A save after every iteration, gradients not compressed"),
-        *("lowdiff.overhead:uncompressed", 40),
+        *("lowdiff.overhead:uncompressed", 30),
     ),
     Experiment(
         *("lowdiff-3", "LowDiff", "Exp. 3, 9, 10; Fig. 13, 18, 19", "Wasted and effective time under failures"),
-        *("lowdiff.failures", 100),
+        *("lowdiff.failures", 110),
     ),
     Experiment(
         *("lowdiff-4", "LowDiff", "Exp. 4, Fig. 14", "The most frequent saves that slow training by 3.5 %"),
-        *("lowdiff.overhead:frequency", 40),
+        *("lowdiff.overhead:frequency", 20),
     ),
     Experiment("lowdiff-5", "LowDiff", "Exp. 5, Fig. 15", "Time to recover", "lowdiff.recovery", 40),
     Experiment(
@@ -113,21 +113,21 @@ _PCCHECK: Final = (
 _LIGHTCHECK: Final = (
     Experiment(
         *("lightcheck-1", "LightCheck", "Table I, Fig. 5, 6", "The most frequent saves that slow training by 5 %"),
-        *("lightcheck.frequency", 40),
+        *("lightcheck.frequency", 30),
     ),
     Experiment(
         *("lightcheck-2", "LightCheck", "Table II, Fig. 9", "Total training time with failures"),
-        *("lightcheck.failures", 60),
+        *("lightcheck.failures", 40),
     ),
     Experiment(
         *("lightcheck-3", "LightCheck", "Table III, Fig. 14", "Completion times of preempted jobs"),
-        *("lightcheck.scheduling", 60),
+        *("lightcheck.scheduling", 30),
     ),
     Experiment(
         *("lightcheck-7", "LightCheck", "Fig. 7, 8", "Utilization while checkpoints are taken"),
-        *("lightcheck.utilization", 40),
+        *("lightcheck.utilization", 30),
     ),
-    Experiment("lightcheck-10", "LightCheck", "Fig. 10", "Layer by layer against whole", "lightcheck.layers", 60),
+    Experiment("lightcheck-10", "LightCheck", "Fig. 10", "Layer by layer against whole", "lightcheck.layers", 30),
     Experiment("lightcheck-11", "LightCheck", "Fig. 11-13", "Separated against mixed", "lightcheck.layout", 5),
     Experiment("lightcheck-15", "LightCheck", "Fig. 15", "Accuracy after resumes", "lightcheck.accuracy", 20),
 )

@@ -28,7 +28,7 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 def run(asked: Asked) -> Result:
     """Run the experiment."""
-    shape, steps = asked.pick(TINY, SHAPE, SHAPE), asked.pick(4, 24, 80)
+    shape, steps = asked.pick(TINY, SHAPE, SHAPE), asked.pick(4, 16, 80)
     used: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
     restored = 0
