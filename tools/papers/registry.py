@@ -90,7 +90,7 @@ _PCCHECK: Final = (
     ),
     Experiment(
         *("pccheck-9-real", "PCcheck", "Fig. 9", "Goodput of real jobs that are killed at the times of the trace"),
-        *("pccheck.goodput:replayed", 90),
+        *("pccheck.goodput:replayed", 110),
     ),
     Experiment(
         *("pccheck-10", "PCcheck", "Fig. 10", "Throughput on persistent memory"),
