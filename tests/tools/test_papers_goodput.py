@@ -125,7 +125,7 @@ step = int(kept.read_text()) if kept.exists() else 0
 print(json.dumps({"restored": step, "digest": f"d{step}"}), flush=True)
 for number in range(int(sys.argv[2])):
     step += 1
-    if step % 5 == 0:
+    if step % int(sys.argv[3]) == 0:
         kept.write_text(str(step))
     print(json.dumps({"step": step, "at": time.monotonic()}), flush=True)
     time.sleep(0.01)
@@ -135,12 +135,12 @@ for number in range(int(sys.argv[2])):
 class Plan:
     """A plan whose worker counts."""
 
-    def __init__(self, scratch: Path, steps: int) -> None:
-        self.scratch, self._steps = scratch, steps
+    def __init__(self, scratch: Path, steps: int, every: int = 5) -> None:
+        self.scratch, self._steps, self._every = scratch, steps, every
 
     def begun(self, task: str, _case: Case, folder: Path, trouble: IO[str]) -> Any:
         assert task == "live"
-        command = [sys.executable, "-S", "-c", _LIFE, str(folder), str(self._steps)]
+        command = [sys.executable, "-S", "-c", _LIFE, str(folder), str(self._steps), str(self._every)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=trouble, text=True)
 
 
@@ -154,6 +154,9 @@ def test_lives_are_killed_at_their_times_and_steps_that_count_are_counted(tmp_pa
     assert found.equal(known) == len(found.restored)
     assert found.equal(dict.fromkeys(known, "other")) == sum(not step for step, _ in found.restored)
     assert list(tmp_path.iterdir()) == []
+    nothing = kills.lived(Plan(tmp_path, 10**6, 10**6), Case("live", "any", 5), [0.4], 0.6)  # type: ignore[arg-type]
+    assert nothing.restored == [(0, "d0")]
+    assert nothing.again > 0, "all steps of the first life"
     with pytest.raises(WorkerError, match="ended by itself"):
         kills.lived(Plan(tmp_path, 3), Case("live", "any", 5), [], 2.0)  # type: ignore[arg-type]
 
