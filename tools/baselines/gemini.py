@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from tools.baselines import medium
 from tools.baselines.checkfreq import CheckFreqLike
 from tools.baselines.gemini_peer import HEAD, NAME, digest, received
 from tools.baselines.skeleton import described, filled, nbytes, raw
@@ -39,7 +40,7 @@ class GeminiLike(CheckFreqLike):
         self._peer = connected(folder) or _started(folder)
 
     def persist(self, step: int, whole: State) -> None:
-        text = described(whole)
+        began, text = time.monotonic(), described(whole)
         parts = [raw(tensor) for _, tensor in tensors(whole)]
         self._peer.sendall(b"P" + HEAD.pack(step, len(text), sum(map(len, parts)), digest(text, *parts)))
         self._peer.sendall(text)
@@ -48,6 +49,7 @@ class GeminiLike(CheckFreqLike):
         answer = bytearray(1)
         if not received(self._peer, memoryview(answer)):
             raise ConnectionError("the peer is gone")
+        medium.sent(sum(map(len, parts)), began)
 
     def close(self) -> None:
         super().close()

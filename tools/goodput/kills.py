@@ -6,19 +6,23 @@ counts: a start (warm: a fork that has imported torch), the restore, the writer.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from unittest import mock
 
 from tools.bench.storage.rounds import WorkerError
-from tools.bench.training.training_cases import Case, Plan, finished
+from tools.bench.training.training_cases import RANK, Case, Plan, finished
 
 __all__ = ["Lives", "digests", "lived"]
 
@@ -46,8 +50,11 @@ class Lives:
         return sum(not step or known.get(step) == told for step, told in self.restored)
 
 
-def lived(plan: Plan, case: Case, kills: Sequence[float], seconds: float) -> Lives:
+def lived(plan: Plan, case: Case, kills: Sequence[float], seconds: float, ranks: int = 1) -> Lives:
     """Run a job for some seconds, and kill it at the times.
+
+    Args:
+        ranks: processes of the job, of the strategy ``ranks``; all are killed. The steps are those of rank 0.
 
     Raises:
         WorkerError: a life ended by itself.
@@ -58,39 +65,67 @@ def lived(plan: Plan, case: Case, kills: Sequence[float], seconds: float) -> Liv
     try:
         for end in [*(at for at in kills if at < seconds), seconds]:
             if begin + end > time.monotonic():  # else it is still being restored from the kill before
-                killed = _life(plan, case, folder, begin + end, killed, found)
+                with contextlib.ExitStack() as stack:
+                    trouble = stack.enter_context(tempfile.TemporaryFile("w+", dir=plan.scratch))
+                    life = stack.enter_context(_begun(plan, case, folder, trouble, ranks))
+                    _read(life, begin + end, killed, found)
+                    if any(one.wait() != -signal.SIGKILL for one in life):
+                        trouble.seek(0)
+                        raise WorkerError((trouble.read().strip().splitlines() or ["a life ended by itself"])[-1])
+                killed = begin + end
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
-def _life(plan: Plan, case: Case, folder: Path, end: float, killed: float, found: Lives) -> float:
-    """One life, until a time of the monotonic clock -> when it was killed."""
-    with tempfile.TemporaryFile("w+", dir=plan.scratch) as trouble, plan.begun("live", case, folder, trouble) as life:
-        timer = threading.Timer(end - time.monotonic(), lambda: life.send_signal(signal.SIGKILL))
-        timer.start()
-        assert life.stdout is not None
-        reached = None
-        for line in life.stdout:
-            try:
-                said: dict[str, Any] = json.loads(line)
-            except ValueError:
-                break  # it was killed as it wrote
-            if "restored" in said:
-                reached = said["restored"]
-                if killed:
-                    found.down.append(time.monotonic() - killed)
-                    found.restored.append((reached, said["digest"]))
-                    found.again += max(0, found.useful - reached)
-            elif "step" in said and said["at"] <= end:
-                reached = said["step"]
-        timer.cancel()
-        if life.wait() != -signal.SIGKILL:
-            trouble.seek(0)
-            raise WorkerError((trouble.read().strip().splitlines() or ["a life ended by itself"])[-1])
-        if reached is not None:
-            found.useful = reached
-    return end
+@contextlib.contextmanager
+def _begun(plan: Plan, case: Case, folder: Path, trouble: IO[str], ranks: int) -> Iterator[list[Any]]:
+    """The processes of one life."""
+    with contextlib.ExitStack() as stack:
+        found: list[Any] = []
+        port = _free_port()
+        for rank in range(ranks):
+            told = {RANK: f"{rank},{ranks},{port}"} if ranks > 1 else {}
+            with mock.patch.dict(os.environ, told):
+                found.append(stack.enter_context(plan.begun("live", case, folder, trouble)))
+        for one in found[1:]:
+            threading.Thread(target=one.stdout.read, daemon=True).start()  # so that its pipe is never full
+        yield found
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _read(life: Sequence[Any], end: float, killed: float, found: Lives) -> None:
+    """What a life says until it is killed, at a time of the monotonic clock. `killed`: when the one before was."""
+
+    def kill() -> None:
+        for one in life:
+            one.send_signal(signal.SIGKILL)
+
+    timer = threading.Timer(end - time.monotonic(), kill)
+    timer.start()
+    reached = None
+    for line in life[0].stdout:
+        try:
+            said: dict[str, Any] = json.loads(line)
+        except ValueError:
+            break  # it was killed as it wrote
+        if "restored" in said:
+            reached = said["restored"]
+            if killed:
+                found.down.append(time.monotonic() - killed)
+                found.restored.append((reached, said["digest"]))
+                found.again += max(0, found.useful - reached)
+        elif "step" in said and said["at"] <= end:
+            reached = said["step"]
+    if all(one.poll() is None for one in life[1:]):
+        timer.join()  # rank 0 may have ended by itself: the others are killed all the same
+    timer.cancel()
+    if reached is not None:
+        found.useful = reached
 
 
 def digests(plan: Plan, base: str, steps: int) -> dict[int, str]:

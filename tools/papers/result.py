@@ -40,6 +40,11 @@ class Asked:
     seed: int = 1
     smoke: bool = False
 
+    @property
+    def short(self) -> bool:
+        """Not the long form."""
+        return self.quick or self.smoke
+
     def pick(self, smoke: _T, quick: _T, whole: _T) -> _T:
         """The setting of the form that was asked for."""
         return smoke if self.smoke else quick if self.quick else whole

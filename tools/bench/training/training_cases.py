@@ -25,6 +25,9 @@ _DIGESTS: Final = "digests.txt"
 SPIN: Final = "CKPTSTORE_BENCH_SPIN_SECONDS"
 """An environment variable: seconds a step, of `training_checkpointers.Spinning`."""
 
+RANK: Final = "CKPTSTORE_BENCH_RANK"
+"""An environment variable: ``rank,ranks,port`` of one of several trainers, of `pccheck_settings.Ranked`."""
+
 STRATEGIES: Final = (
     *("none", "torch.save", "dcp-async", "checkfreq", "naive-diff", "ckptstore-1", "ckptstore-2", "ckptstore-4"),
     *("layer-host", "layer-device", "layer-direct", "gradient-diffs"),

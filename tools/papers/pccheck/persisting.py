@@ -28,8 +28,8 @@ def run(asked: Asked) -> Result:
     """Run the experiment."""
     kinds: dict[str, type[Strategy]] = {**BASELINES, **PCCHECK}
     labels = {name: LABELS.get(name, kinds[name].label) for name in WAYS}
-    shapes = SHAPES[: 2 if asked.quick else 3]
-    rounds = 5 if asked.quick else 12
+    shapes = SHAPES[: asked.pick(1, 2, 3)]
+    rounds = asked.pick(1, 5, 12)
     rows: list[list[Cell]] = []
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     sizes, equal = [], 0

@@ -15,8 +15,8 @@ __all__ = ["run"]
 
 def run(asked: Asked) -> Result:
     """Run the experiment."""
-    shape = (64, 2, 1, 32) if asked.quick else SHAPE
-    rounds = 1 if asked.quick else 5
+    shape = (64, 2, 1, 32) if asked.short else SHAPE
+    rounds = asked.pick(1, 1, 5)
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in BASELINES}
     with planned(asked, shape, full_every=10) as plan:
         for turn in range(rounds):

@@ -10,6 +10,10 @@ from tools.papers.result import Asked, Cell, Claim, Compared, Figure, Result, Ta
 
 __all__ = ["commit_seconds", "run"]
 
+SIZES: Final = {True: (2, 8, 32, 128), False: (2, 8, 32, 128, 512, 1024)}
+"""Ranks in the quick and in the long form."""
+SPACED: Final = {True: (128,), False: (128, 512, 1024, 2048)}
+"""The same, with looks spaced."""
 LOOKS: Final = 1000.0
 """Looks a second by all ranks together, in the second form."""
 LINEAR: Final = 1.15
@@ -18,8 +22,7 @@ LINEAR: Final = 1.15
 
 def run(asked: Asked) -> Result:
     """Run the experiment."""
-    sizes = (2, 8, 32, 128) if asked.quick else (2, 8, 32, 128, 512, 1024)
-    spaced_sizes = (128,) if asked.quick else (128, 512, 1024, 2048)
+    sizes, spaced_sizes = SIZES[asked.pick(True, True, False)], SPACED[asked.pick(True, True, False)]
     runs: list[Run] = []
     for size in sizes:
         runs.append(simulated(size))
