@@ -1,7 +1,9 @@
 """One life of a trainer that may be killed: restore the newest checkpoint, train and save, up to a step.
 
 ``python -m tools.papers.life_worker STRATEGY --dir DIR --until STEP ...`` prints a line of JSON when the model exists
-(``begun``), when the state is restored (``restored``), after every step, and at the end (``digest``). Times are
+(``begun``), when the state is restored (``restored``), before every save (``noted``), after every step, and at the end
+(``digest``); with the digest of the state (``state``), and the seconds that this took (``spent``), which no measurement
+counts. Times are
 `time.monotonic`'s, which all processes of a machine share. `tools.papers.lives` starts and kills it. SIGTERM preempts
 it: it makes its latest step durable, and ends.
 """
@@ -39,12 +41,20 @@ def live(asked: argparse.Namespace, shape: Shape) -> None:
                 trainer = Trainer(shape)
         strategy = kind(asked.dir, trainer, options, Ledger())
     pid = getattr(strategy, "agent_pid", None)
-    say(restored=time.monotonic(), step=trainer.step, agent=pid)
+    now = time.monotonic()
+    say(restored=now, step=trainer.step, agent=pid, state=digest(trainer.state()), spent=time.monotonic() - now)
+
+    def noted(step: int) -> None:
+        """Before a save: a killed life may have saved what it has not printed."""
+        now = time.monotonic()
+        state = digest(trainer.state())
+        say(noted=step, state=state, spent=time.monotonic() - now)
+
     run = Run(trainer, strategy, strategy.ledger, asked.interval)
     preempted: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: preempted.append(number))
     while trainer.step < asked.until and not preempted:
-        run.take()
+        run.take(noted)
         say(step=trainer.step)
     done = time.monotonic()
     if preempted and trainer.step % asked.interval and not strategy.every_step:

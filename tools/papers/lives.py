@@ -58,6 +58,7 @@ class Life:
         restores: from the model to the restored state.
         failures: how many kills.
         lost: iterations trained again.
+        restored, equal: restored states, and how many of them were what an earlier life had at that step.
         digest: of the last state.
     """
 
@@ -68,6 +69,8 @@ class Life:
     restores: list[float] = field(default_factory=list)
     failures: int = 0
     lost: int = 0
+    restored: int = 0
+    equal: int = 0
     digest: str = ""
 
     def wasted(self, iteration: float) -> float:
@@ -80,7 +83,7 @@ class Life:
 
     def numbers(self) -> dict[str, Any]:
         """For the JSON."""
-        names = ("steps", "seconds", "starts", "restores", "failures", "lost")
+        names = ("steps", "seconds", "starts", "restores", "failures", "lost", "restored", "equal")
         found = {name: getattr(self, name) for name in names}
         return found | {"strategy": self.way.strategy, "interval": self.way.interval, "hardware": self.way.hardware}
 
@@ -106,6 +109,7 @@ def lived(warm: Warm, way: Way, shape: Sequence[int], steps: int, kills: Sequenc
     found, folder = Life(way, steps), folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     waiting, computed, reached, died = list(kills), 0, 0, time.monotonic()
+    states: dict[int, str] = {}
     while True:
         said = _Said()
         with tempfile.TemporaryFile("w+", dir=folder.parent) as trouble:
@@ -132,10 +136,14 @@ def lived(warm: Warm, way: Way, shape: Sequence[int], steps: int, kills: Sequenc
         if said.began:
             found.starts.append(said.began - died)
             since = said.began if found.failures else said.restored  # opening a new store recovers nothing
-            found.seconds += (said.trained or said.killed or said.last) - since
+            found.seconds += (said.trained or said.killed or said.last) - since - said.spent
         if said.restored:
             found.restores.append(said.restored - said.began)
             found.lost += max(0, reached - said.first)
+            if said.first:
+                found.restored += 1
+                found.equal += said.state == states.get(said.first)
+        states |= said.states
         reached = max(reached, said.step)
         if said.digest:
             found.digest = said.digest
@@ -160,15 +168,21 @@ class _Said:
     step: int = 0
     agent: int | None = None
     digest: str = ""
+    state: str = ""
+    states: dict[int, str] = field(default_factory=dict)
+    spent: float = 0.0
 
     def take(self, document: dict[str, Any]) -> int:
         """Note a line -> the iterations that it reports."""
+        self.spent += document.get("spent", 0.0)
         if "begun" in document:
             self.began = self.last = document["begun"]
         elif "restored" in document:
             self.restored = self.last = document["restored"]
             self.first = self.step = document["step"]
-            self.agent = document["agent"]
+            self.agent, self.state = document["agent"], document["state"]
+        elif "noted" in document:
+            self.states[document["noted"]] = document["state"]
         elif "digest" in document:
             self.digest, self.trained = document["digest"], document["trained"]
         else:

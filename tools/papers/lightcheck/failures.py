@@ -86,10 +86,15 @@ def run(asked: Asked) -> Result:
         ],
         compared=[
             Compared(
+                "states restored after a failure",
+                sum(life.restored for life in lives.values()),
+                sum(life.equal for life in lives.values()),
+            ),
+            Compared(
                 "the last state of each run under failures, with that of a run without",
                 len(lives),
                 sum(life.digest == ideal.digest for life in lives.values()),
-            )
+            ),
         ],
         remarks=["The start of a process is left out: it is the same for all ways."],
         settings={"steps": steps, "mtbf_iterations": list(mtbfs), "shape": shape, "ways": [repr(way) for way in WAYS]},

@@ -111,11 +111,12 @@ def _round(warm: Warm, way: Way, shape: Sequence[int], job: _Job, quantum: int, 
         command = command_of(way, shape, until, folder)
         process = warm.start(command, cwd=ROOT, env=environment(), **pipes)  # type: ignore[arg-type]
         said: dict[str, Any] = {}
-        taken, ended = 0, 0.0
+        taken, ended, spent = 0, 0.0, 0.0
         with process:
             for line in process.stdout or ():
                 document = json.loads(line)
                 said |= document
+                spent += document.get("spent", 0.0)
                 if set(document) == {"step"}:
                     taken += 1
                     if taken == quantum and not last:
@@ -128,7 +129,7 @@ def _round(warm: Warm, way: Way, shape: Sequence[int], job: _Job, quantum: int, 
     if last:
         job.digest = said["digest"]
     restoring = said["restored"] - said["begun"]
-    return ended - said["begun"], restoring + (ended - said["trained"])
+    return ended - said["begun"] - spent, restoring + (ended - said["trained"])
 
 
 def _result(

@@ -134,11 +134,12 @@ def _result(
                 log="x",
             ),
         ],
-        compared=[_compared(what, loss, lives, plain) for what, loss in _KINDS.items()],
+        compared=_compared(lives, plain),
         remarks=[
             "The start of a process (fork, model) is left out: it is the same for all, and at a failure every few "
             "seconds it would hide the rest. The start of a new agent (P) is not. All ways fail after the same numbers "
-            "of computed iterations."
+            "of computed iterations. Runs of compressed gradients restore every bit of model and optimizer, but not "
+            "the residuals of the compression (`TopKHook(exact=False)`), so they continue differently."
         ],
         settings={"steps": steps, "mtbf_iterations": list(mtbfs), "shape": SHAPE, "ways": [repr(way) for way in WAYS]},
         numbers={
@@ -153,29 +154,30 @@ _WHY: Final = (
     "loses little, and a way's cost of a single save decides, and what opening a store and replaying takes at each "
     "restart; with the paper's rarer failures and larger states the order is that of Exp. 1 and 5."
 )
-_LAST: Final = "the last state of runs under failures, with that of a run without"
-_RESIDUALS: Final = (
-    "runs of compressed gradients restore every bit of model and optimizer, but not the residuals of the compression "
-    "(TopKHook(exact=False)), so they continue on another trajectory after a failure; the paper has no residuals at all"
-)
 
 
-_KINDS: Final = {
-    "whole states": "",
-    "compressed gradients": _RESIDUALS,
-    "naive DC": "of a difference only the largest hundredth is kept",
-}
-
-
-def _compared(what: str, loss: str, lives: Mapping[tuple[str, int], Life], plain: Mapping[str, Life]) -> Compared:
-    kinds = {"none-topk": "compressed gradients"}
-    those = [
-        life
-        for life in lives.values()
-        if ("naive DC" if life.way.strategy in LOSSY else kinds.get(base_of(life.way.strategy), "whole states")) == what
+def _compared(lives: Mapping[tuple[str, int], Life], plain: Mapping[str, Life]) -> list[Compared]:
+    """Every restored state with that of the earlier life; the last states with those of runs without failures."""
+    exact = [life for life in lives.values() if life.way.strategy not in LOSSY]
+    lossy = [life for life in lives.values() if life.way.strategy in LOSSY]
+    dense = [life for life in exact if base_of(life.way.strategy) == "none"]
+    return [
+        Compared("states restored after a failure", *_sums(exact)),
+        *(
+            Compared("states that naive DC restored", *_sums([life]), "of each change it keeps the largest hundredth")
+            for life in lossy
+            if life.restored
+        ),
+        Compared(
+            "the last states of runs of whole gradients, with that of a run without failures",
+            len(dense),
+            sum(life.digest == plain["none"].digest for life in dense),
+        ),
     ]
-    equal = sum(life.digest == plain[base_of(life.way.strategy)].digest for life in those)
-    return Compared(f"{_LAST}: {what}", len(those), equal, loss)
+
+
+def _sums(lives: Sequence[Life]) -> tuple[int, int]:
+    return sum(life.restored for life in lives), sum(life.equal for life in lives)
 
 
 def _lines(
