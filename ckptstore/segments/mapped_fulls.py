@@ -91,12 +91,12 @@ def map_segments(
     """
     specs = [TensorSpec(name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()]
     divided = split(specs, backend.segment_bytes if limit is None else limit)
+    docs = drafts(draft, flat.tree, len(divided))
+    layouts = [_with_slack(plan_plain(members, doc)) for members, doc in zip(divided, docs, strict=True)]
+    backend.check_space(sum(layout.header_size + padded(layout.size - layout.header_size) for layout in layouts))
     found: list[MappedSegment] = []
     try:
-        for doc, members in zip(drafts(draft, flat.tree, len(divided)), divided, strict=True):
-            planned = plan_plain(members, doc)
-            slack = padded(_SLACK + (planned.header_size - padded(1)) // 4)
-            layout = place(planned.specs, planned.header_size + slack)
+        for doc, layout in zip(docs, layouts, strict=True):
             length = padded(layout.size - layout.header_size)
             sink = backend.open_sink(SegmentEntry(doc.segment, doc.term, 0, 0, "").key, layout.header_size + length)
             found.append(MappedSegment(doc.segment, layout, sink, np.empty(0, np.uint8)))
@@ -109,6 +109,11 @@ def map_segments(
         _abort(found)
         raise
     return tuple(found)
+
+
+def _with_slack(planned: Layout) -> Layout:
+    slack = padded(_SLACK + (planned.header_size - padded(1)) // 4)
+    return place(planned.specs, planned.header_size + slack)
 
 
 def _abort(segments: Sequence[MappedSegment]) -> None:

@@ -132,6 +132,8 @@ def _writer_options(
         once=_stores_once(captured),
     )
     found |= {"max_in_flight": settings.max_in_flight, "threads": settings.threads, "keep": settings.keep.store_rules}
+    if settings.space is not None:
+        found["space"] = settings.space
     if group is not None:
         found["group"] = group
         found["ranks"] = RankOptions(timeout=settings.rank_timeout, per_rank=captured.per_rank)

@@ -56,6 +56,8 @@ class CheckpointerOptions(TypedDict, total=False):
             highest.
         keep: rules as `Store.keep` takes them, instead of these three: ``["last:100", "every:1000"]``. Without any of
             the four the store's own rules apply.
+        space: the most space that the store's checkpoints may take, in bytes (``4GB``) or states (``3 states``; N + 1
+            for N in flight); see `Store.writer`. Not with ranks.
         compact: compact the store while no save is in flight, as `Store.writer` does; not with `agent` or ranks.
         deadline_seconds: seconds from now until the job is ended. When the next step might be too late, the current
             step is made durable and `Checkpointer.should_stop` becomes True.
@@ -86,6 +88,7 @@ class CheckpointerOptions(TypedDict, total=False):
     keep_every: int | None
     keep_best: str | None
     keep: Sequence[str] | None
+    space: int | str | None
     compact: CompactOptions | None
     deadline_seconds: float | None
     grace_seconds: float
@@ -123,6 +126,7 @@ class SaveSettings:
     linger_seconds: float = 300.0
     tensorboard: Scalars | None = None
     compact: CompactOptions | None = None
+    space: int | str | None = None
     keep: Keep = field(default_factory=Keep)
 
     def __post_init__(self) -> None:

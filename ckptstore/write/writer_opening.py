@@ -6,12 +6,13 @@ import contextlib
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ckptstore._version import __version__
-from ckptstore.errors import CheckpointNotFoundError, CkptError, FencedError, ReadOnlyError
+from ckptstore.errors import CheckpointNotFoundError, CkptError, FencedError, ReadOnlyError, UsageError
 from ckptstore.formats.history.catalog import CLOSED, Catalog, TermEntry
 from ckptstore.formats.history.records import CheckpointId, CommitRecord, ref_of
+from ckptstore.formats.history.space_limits import space_of
 from ckptstore.frameworks import bridge
 from ckptstore.host import interpreter_exit
 from ckptstore.host.caller_warnings import DeterminismWarning, FreshStartWarning, LostStepsWarning, WarningsLast, warn
@@ -31,6 +32,11 @@ __all__ = ["Opener", "TermOpener", "open_writer"]
 
 Opener: TypeAlias = Callable[[Journal, Callable[[Catalog], CheckpointId | None], Mapping[str, Any]], Term]
 """Begins a term of a store: arguments are the journal, a function that chooses the parent, and facts on the process."""
+
+_NO_SPACE_OF_RANKS: Final = (
+    "not with group=: each rank writes its share by itself, and cannot know what the shares of the others take "
+    "meanwhile; collect with `store.gc()` between saves, and leave space for one more state per save in flight"
+)
 
 
 def open_writer(
@@ -65,10 +71,21 @@ def open_writer(
     if environment is not None:
         about["environment"] = dict(environment)
     about["asked"] = parent is not None
+    chooser = _parent_chooser(parent, after, may_be_none=True)
+
+    def choose(catalog: Catalog) -> CheckpointId | None:
+        limit = space_of(options.rules(catalog.keep))
+        if limit is not None and tier is not None:
+            raise UsageError(
+                f"{journal.url}: {limit.rule}: not with remote=: a checkpoint stays here until the remote has it, "
+                "however slow that is; limit the time with lag_bytes="
+            )
+        return chooser(catalog)
+
     with _end_term_on_error() as begun, WarningsLast():
-        term, info = _begin(journal, _parent_chooser(parent, after, may_be_none=True), about, opener)
+        term, info = _begin(journal, choose, about, opener)
         begun.append(term)
-        _note_rules(term, options.keep)
+        _note_rules(term, options)
         own = term.journal
         own.backend.keep_reserve()
         _warn(term, asked=parent is not None)
@@ -126,10 +143,11 @@ def _end_term_on_error() -> Iterator[list[Term]]:
         raise
 
 
-def _note_rules(term: Term, keep: Sequence[str] | None) -> None:
+def _note_rules(term: Term, options: WriterOptions) -> None:
     """Set the store's retention rules, if they differ from the present ones."""
-    if keep is not None and tuple(keep) != term.catalog.keep:
-        term.commit(CommitRecord(term.number, keep=tuple(keep)))
+    rules = options.rules(term.catalog.keep)
+    if rules != term.catalog.keep:
+        term.commit(CommitRecord(term.number, keep=rules))
 
 
 class TermOpener:
@@ -145,7 +163,7 @@ class TermOpener:
         self._about = _about_this_process(options.diffs, options.max_in_flight) | {"ranks": ranks}
         if environment is not None:
             self._about["environment"] = dict(environment)
-        self._keep = options.keep
+        self._options: WriterOptions | None = options
 
     def open(
         self, journal: Journal, parent: str | int | CheckpointInfo | None, after: int | None = None
@@ -160,11 +178,20 @@ class TermOpener:
             as `open_writer`; `FencedError` if a newer term than `after` exists.
         """
         about = {**self._about, "asked": parent is not None}
+        chooser, options = _parent_chooser(parent, after, may_be_none=after is None), self._options
+
+        def choose(catalog: Catalog) -> CheckpointId | None:
+            limit = space_of(catalog.keep if options is None else options.rules(catalog.keep))
+            if limit is not None:
+                raise UsageError(f"{journal.url}: {limit.rule}: {_NO_SPACE_OF_RANKS}")
+            return chooser(catalog)
+
         with _end_term_on_error() as begun, WarningsLast():
-            term, info = _begin(journal, _parent_chooser(parent, after, may_be_none=after is None), about)
+            term, info = _begin(journal, choose, about)
             begun.append(term)
-            _note_rules(term, self._keep)
-            self._keep = None  # a later rollback keeps the rules that are set by then
+            if options is not None:
+                _note_rules(term, options)
+            self._options = None  # a later rollback keeps the rules that are set by then
             term.journal.backend.keep_reserve()
             _warn(term, asked=parent is not None)
         return term, info

@@ -53,7 +53,7 @@ NOT_ANSWERED = RequestError.exit_code
     type=SIZE,
     help="Stop turning fulls into deltas when the store is this small. Default: make it as small as possible.",
 )
-@click.option("--only", type=RANGE, help="Rewrite only these: two REFs of one term.")
+@click.option("--only", type=RANGE, help="Rewrite only these, --plain too: two REFs of one term.")
 @click.option(
     "--plain",
     multiple=True,

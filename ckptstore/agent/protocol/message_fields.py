@@ -198,6 +198,7 @@ def options_form(options: WriterOptions) -> dict[str, Any]:
         "deltas": None if deltas is None else _fields(deltas),
         "diffs": None if diffs is None else _fields(diffs),
         "keep": None if options.keep is None else list(options.keep),
+        "space": options.space,
     }
 
 

@@ -170,6 +170,8 @@ class ArrivingStep:
             StorageError: the medium failed.
             and errors of the feed.
         """
+        if (bound := session.backend.bound) is not None:
+            bound.admit(bound.full or self._flat.nbytes)
         shares = list(self._shares(session.backend.segment_bytes if limit is None else limit))
         ids = [uuid.uuid4().hex for _ in shares]
         parts = [SegmentPart(ids[0], number, len(ids)) if len(ids) > 1 else None for number in range(len(ids))]
