@@ -146,19 +146,35 @@ class Plan:
 
 def test_lives_are_killed_at_their_times_and_steps_that_count_are_counted(tmp_path: Path) -> None:
     found = kills.lived(Plan(tmp_path, 10**6), Case("live", "any", 5), [0.4, 0.5, 9.0], 0.9)  # type: ignore[arg-type]
-    assert len(found.restored) == len(found.down) >= 1
-    assert 0 < found.useful <= 90
-    assert found.again <= 5 * len(found.restored)
-    assert all(step % 5 == 0 for step, _ in found.restored)
-    known = {step: f"d{step}" for step in range(100)}
-    assert found.equal(known) == len(found.restored)
-    assert found.equal(dict.fromkeys(known, "other")) == sum(not step for step, _ in found.restored)
+    assert len(found.restored) == len(found.down)  # on a busy machine a life may end before it has begun
+    assert found.useful <= 90
     assert list(tmp_path.iterdir()) == []
-    nothing = kills.lived(Plan(tmp_path, 10**6, 10**6), Case("live", "any", 5), [0.4], 0.6)  # type: ignore[arg-type]
-    assert nothing.restored == [(0, "d0")]
-    assert nothing.again > 0, "all steps of the first life"
     with pytest.raises(WorkerError, match="ended by itself"):
         kills.lived(Plan(tmp_path, 3), Case("live", "any", 5), [], 2.0)  # type: ignore[arg-type]
+
+
+class Said:
+    """A life that has said all and has ended."""
+
+    def __init__(self, *said: dict[str, Any]) -> None:
+        self.stdout = [json.dumps(one) + "\n" for one in said] + ['{"st']
+
+    def send_signal(self, _number: int) -> None:
+        raise AssertionError("it is killed before its time")
+
+
+def test_steps_that_count_and_steps_that_are_trained_again() -> None:
+    found, end = kills.Lives(9.0), time.monotonic() + 60
+    kills.read(
+        [Said({"restored": 0, "digest": ""}, *({"step": one, "at": end - 1} for one in range(1, 14)))], end, 0, found
+    )
+    assert (found.useful, found.again, found.restored) == (13, 0, [])
+    late = {"step": 12, "at": end + 1}
+    kills.read([Said({"restored": 10, "digest": "d10"}, {"step": 11, "at": end - 1}, late)], end, end - 99, found)
+    assert (found.useful, found.again, found.restored) == (11, 3, [(10, "d10")])
+    assert found.equal({10: "d10"}) == 1
+    assert found.equal({10: "other"}) == 0
+    assert len(found.down) == 1
 
 
 def test_a_result_is_data(asked: Asked, made: Measured) -> None:

@@ -24,7 +24,7 @@ from unittest import mock
 from tools.bench.storage.rounds import WorkerError
 from tools.bench.training.training_cases import RANK, Case, Plan, finished
 
-__all__ = ["Lives", "digests", "lived"]
+__all__ = ["Lives", "digests", "lived", "read"]
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ def lived(plan: Plan, case: Case, kills: Sequence[float], seconds: float, ranks:
                 with contextlib.ExitStack() as stack:
                     trouble = stack.enter_context(tempfile.TemporaryFile("w+", dir=plan.scratch))
                     life = stack.enter_context(_begun(plan, case, folder, trouble, ranks))
-                    _read(life, begin + end, killed, found)
+                    read(life, begin + end, killed, found)
                     if any(one.wait() != -signal.SIGKILL for one in life):
                         trouble.seek(0)
                         raise WorkerError((trouble.read().strip().splitlines() or ["a life ended by itself"])[-1])
@@ -98,7 +98,7 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _read(life: Sequence[Any], end: float, killed: float, found: Lives) -> None:
+def read(life: Sequence[Any], end: float, killed: float, found: Lives) -> None:
     """What a life says until it is killed, at a time of the monotonic clock. `killed`: when the one before was."""
 
     def kill() -> None:
@@ -121,7 +121,7 @@ def _read(life: Sequence[Any], end: float, killed: float, found: Lives) -> None:
                 found.again += max(0, found.useful - reached)
         elif "step" in said and said["at"] <= end:
             reached = said["step"]
-    if all(one.poll() is None for one in life[1:]):
+    if any(one.poll() is None for one in life[1:]):
         timer.join()  # rank 0 may have ended by itself: the others are killed all the same
     timer.cancel()
     if reached is not None:
