@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,7 @@ def test_every_experiment_exists_and_has_a_place_on_the_page() -> None:
     assert len(set(names)) == len(names)
     text = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
     for one in EXPERIMENTS:
-        assert callable(importlib.import_module(f"tools.papers.{one.module}").run)
+        assert callable(one.function())
         assert f"`{one.name}`" in text, "python -m tools.papers.page adds it"
     quick = sum(one.quick_seconds for one in EXPERIMENTS)
     assert quick < 25 * 60
@@ -150,6 +149,50 @@ def test_the_cheapest_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     done = run("lowdiff-7", "--quick", "--json", "--out", str(tmp_path))
     assert done.exit_code == 0, done.output
     assert (tmp_path / "lowdiff-7.png").exists()
+
+
+def test_the_interval_of_a_bound_is_that_of_a_saves_loss() -> None:
+    pytest.importorskip("torch")
+    from tools.bench.training.training_cases import Case
+    from tools.papers.loops import Cost
+
+    cost = Cost(Case("loop", "torch.save", 2), 6, plain=[0.1, 0.2, 0.1], saving=[0.11, 0.22, 0.2])
+    assert cost.overhead == pytest.approx(0.1)
+    assert cost.loss == pytest.approx(0.02), "two iterations, a tenth longer"
+    assert [cost.interval(bound) for bound in (0.035, 0.1, 0.2, 1.0)] == [6, 2, 1, 1]
+    cost.saving = [0.09, 0.19, 0.1]
+    assert (cost.loss, cost.interval(0.035)) == (0.0, 1)
+
+
+def test_every_way_fails_at_the_same_moments() -> None:
+    pytest.importorskip("torch")
+    from tools.papers.lives import Life, Way, moments
+
+    found = moments(20.0, seed=3, most=20_000)
+    assert found == moments(20.0, seed=3, most=20_000)
+    assert found == sorted(found)
+    assert len(found) == pytest.approx(1000, rel=0.1)
+    life = Life(Way("torch.save", 10, "torch.save"), steps=100, seconds=12.5)
+    assert life.wasted(0.1) == pytest.approx(2.5)
+    assert life.effective(0.1) == pytest.approx(0.8)
+
+
+def test_a_dearer_switch_completes_jobs_later() -> None:
+    pytest.importorskip("torch")
+    from tools.papers.lightcheck.scheduling import average_completion
+
+    free, dear = (average_completion(2.0, lost, 2000, seed=1) for lost in (0.0, 60.0))
+    assert free < dear
+    assert average_completion(0.1, 0.0, 2000, seed=1) == pytest.approx(900, rel=0.1), "half a round until it starts"
+    assert average_completion(5.5, 0.0, 2000, seed=1) > 2 * free, "more work comes than is done"
+
+
+def test_separated_tensors_begin_at_lines() -> None:
+    pytest.importorskip("torch")
+    from tools.papers.lightcheck import layout
+
+    found = layout.parted({"a": (0, 64), "b": (64, 64), "c": (128, 256), "d": (385, 127)})
+    assert found == 1 + 1 + 0 + 1
 
 
 @long_only

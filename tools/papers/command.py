@@ -43,6 +43,7 @@ def measured(experiment: Experiment, asked: Asked) -> tuple[Result, dict[str, An
         "figure": experiment.figure,
         "title": experiment.title,
         "quick": asked.quick,
+        "smoke": asked.smoke,
         "seed": asked.seed,
         "seconds": time.monotonic() - began,
         "machine": described | {"load_average_after": os.getloadavg()[0]},
@@ -54,14 +55,13 @@ def measured(experiment: Experiment, asked: Asked) -> tuple[Result, dict[str, An
 @click.command(help=__doc__, epilog=EXAMPLE, context_settings={"max_content_width": 110})
 @click.argument("names", nargs=-1, metavar="NAME|all...")
 @click.option("--quick", is_flag=True, help="The short form: about a minute or less each on two cores.")
+@click.option("--smoke", is_flag=True, help="Only see that they run: tiny models, numbers that mean nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the documents as one JSON array instead of tables.")
 @click.option("--out", default=Path("bench-out/papers"), show_default=True, type=click.Path(path_type=Path))
 @click.option("--dir", "parent", type=click.Path(path_type=Path), help="Where to write checkpoints; default: --out.")
 @click.option("--seed", default=1, show_default=True, help="Of models, data and times of failures.")
 @click.option("--list", "listing", is_flag=True, help="Print the experiments, and about how long --quick takes.")
-def main(
-    names: tuple[str, ...], quick: bool, as_json: bool, out: Path, parent: Path | None, seed: int, listing: bool
-) -> None:
+def main(names: tuple[str, ...], out: Path, parent: Path | None, as_json: bool, listing: bool, **asked: Any) -> None:
     """Run the command: see the module."""
     if listing:
         for one in registry.EXPERIMENTS:
@@ -84,7 +84,7 @@ def main(
     for experiment in wanted:
         console.rule(f"{experiment.name}: {experiment.heading}", align="left")
         try:
-            result, document = _one(experiment, quick, (parent or out).resolve(), seed, console)
+            result, document = _one(experiment, (parent or out).resolve(), console, asked)
         except Exception:  # noqa: BLE001  # the other experiments still run; the command fails in the end
             traceback.print_exc()
             failed.append(f"{experiment.name} failed")
@@ -105,7 +105,7 @@ def main(
 
 
 def _one(
-    experiment: Experiment, quick: bool, parent: Path, seed: int, console: Console
+    experiment: Experiment, parent: Path, console: Console, asked: dict[str, Any]
 ) -> tuple[Result, dict[str, Any]]:
     """Run one in a scratch folder of its own."""
     scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=parent))  # processes start in other folders
@@ -116,7 +116,7 @@ def _one(
         console.print(line, style="dim", highlight=False, markup=False)
 
     try:
-        return measured(experiment, Asked(quick, scratch, told, seed))
+        return measured(experiment, Asked(scratch=scratch, told=told, **asked))
     finally:
         if before is None:
             del os.environ["CKPTSTORE_RUNTIME_DIR"]

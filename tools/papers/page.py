@@ -65,6 +65,8 @@ def main(out: Path, target: Path) -> None:
         path = out / f"{one.name}.json"
         if path.exists():
             document = json.loads(path.read_text())
+            if document.get("smoke"):
+                raise click.ClickException(f"{path} is of --smoke: its numbers mean nothing")
             sections[one.name] = "\n".join(section(document)).strip()
             machines.add(_plain_machine(document["machine"]))
     lines = [text.partition(MARK)[0].rstrip(), "", MARK, ""]

@@ -22,7 +22,7 @@ def draw(figures: Sequence[Figure], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     sheet, panels = pyplot.subplots(
-        len(figures), 1, figsize=(9, 3.4 * len(figures) + 0.4), squeeze=False, layout="constrained"
+        len(figures), 1, figsize=(10, 3.2 * len(figures) + 0.4), squeeze=False, layout="constrained"
     )
     for panel, figure in zip(panels[:, 0], figures, strict=True):
         (_bars if figure.kind == "bars" else _lines)(panel, figure)
@@ -35,9 +35,11 @@ def draw(figures: Sequence[Figure], title: str, path: Path) -> None:
             panel.set_yscale("log")
         if "x" in figure.log and figure.kind == "lines":
             panel.set_xscale("log")
+            panel.set_xticks([float(one) for one in figure.at], [f"{one:g}" for one in figure.at], fontsize=8)
+            panel.minorticks_off()
         panel.spines[["top", "right"]].set_visible(False)
         if len(figure.series) > 1:
-            panel.legend(fontsize=8, frameon=False)
+            panel.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     sheet.suptitle(title, fontsize=11)
     sheet.savefig(path, dpi=120)
     pyplot.close(sheet)

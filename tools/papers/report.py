@@ -52,7 +52,7 @@ def show(console: Console, result: Result) -> None:
 
 
 def _below(result: Result) -> Iterator[str]:
-    yield from (f"{one.verdict}: {one.text}: {one.why}" for one in result.claims if one.why)
+    yield from (f"{one.verdict}: {one.text}: {one.remark}" for one in result.claims if one.remark)
     yield from result.remarks
     yield from compared(result)
 
@@ -61,9 +61,9 @@ def markdown(result: Result) -> Iterator[str]:
     """Tables, claims, remarks and comparisons as lines of Markdown."""
     yield from _grid(claims(result), title=False)
     for one in result.claims:
-        if one.why:
-            yield from (f"- *{one.text}*: **{one.verdict}**. {one.why}",)
-    if any(one.why for one in result.claims):
+        if one.remark:
+            yield f"- *{one.text}*: **{one.verdict}**. {one.remark}"
+    if any(one.remark for one in result.claims):
         yield ""
     for table in result.tables:
         yield from _grid(table)

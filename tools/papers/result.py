@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 __all__ = ["Asked", "Cell", "Claim", "Compared", "Figure", "Result", "Table"]
 
+_T = TypeVar("_T")
 Cell = str | int | float | None
 """One cell of a table; None: empty."""
 
@@ -27,6 +28,7 @@ class Asked:
 
     Attributes:
         quick: the short form, of a minute or less on two cores: fewer and smaller models, fewer steps.
+        smoke: the shortest form, which only shows that the experiment runs: its numbers mean nothing.
         scratch: an empty folder for checkpoints, deleted afterwards. Its file system is the measured one.
         told: called with one line of progress at a time.
         seed: of everything random: models, data, times of failures.
@@ -36,6 +38,16 @@ class Asked:
     scratch: Path
     told: Callable[[str], None]
     seed: int = 1
+    smoke: bool = False
+
+    @property
+    def short(self) -> bool:
+        """Not the long form."""
+        return self.quick or self.smoke
+
+    def pick(self, smoke: _T, quick: _T, whole: _T) -> _T:
+        """The setting of the form that was asked for."""
+        return smoke if self.smoke else quick if self.quick else whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +94,8 @@ class Claim:
         text: the claim, in a line.
         paper, ours: its figure, and ours.
         holds: None: it cannot be measured on this machine.
-        why: why it does not hold, or cannot be measured; may say more where it holds.
+        why: why it does not hold, or cannot be measured; shown only then.
+        note: shown always.
     """
 
     text: str
@@ -90,10 +103,16 @@ class Claim:
     ours: str
     holds: bool | None
     why: str = ""
+    note: str = ""
 
     def __post_init__(self) -> None:
         if self.holds is not True and not self.why:
             raise ValueError(f"{self.text}: it does not hold, or is not measured; say why")
+
+    @property
+    def remark(self) -> str:
+        """What is said below the table; empty: nothing."""
+        return ". ".join(filter(None, ("" if self.holds else self.why, self.note)))
 
     @property
     def verdict(self) -> str:

@@ -68,7 +68,7 @@ def strategies(times: float) -> dict[str, DeltaOptions | None]:
     return found
 
 
-def table(steps: int, times: float, width: int, folder: Path) -> list[Row]:
+def table(steps: int, times: float, width: int, folder: Path, threads: int = 2) -> list[Row]:
     """Train once, store with every strategy, restore the most expensive checkpoint of each."""
     from contextlib import ExitStack
 
@@ -76,7 +76,7 @@ def table(steps: int, times: float, width: int, folder: Path) -> list[Row]:
     from tools.demo.corpus import read_corpus
     from tools.demo.training import Training
 
-    config = DemoConfig(steps=max(steps, 40), width=width, threads=2)
+    config = DemoConfig(steps=max(steps, 40), width=width, threads=threads)
     training = Training(config, read_corpus(config.corpus_bytes))
     parameters = sum(p.numel() for p in training.model.parameters())
     stores = {name: ckptstore.open(folder / re.sub(r"\W+", "-", name)) for name in strategies(times)}

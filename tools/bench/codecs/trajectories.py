@@ -77,6 +77,17 @@ class Recipe:
         return sorted(step for step in steps if step <= self.steps)
 
 
+def _small() -> Iterator[Recipe]:
+    """Trajectories of some seconds each: models of 0.6 M parameters, with what `tools.papers.xor` measures."""
+    size: dict[str, int] = {"width": 128, "layers": 2, "vocabulary": 1024, "context": 64}
+    phases, gaps = {"1": 20, "2": 50, "3": 80, "4": 109}, (0, 1, 10)
+    yield Recipe("small-lm", "lm", phases, 120, 1e-3, 1e-4, gaps=gaps, every=120, **size)  # type: ignore[arg-type]
+    start = ("small-lm", 120)
+    yield Recipe("small-bf16", "bf16", {"1": 1}, 11, 1e-4, 1e-4, gaps=gaps, start=start, warmup=0, **size)  # type: ignore[arg-type]
+    yield Recipe("small-finetune", "lm", {"1": 1}, 11, 1e-5, 1e-5, gaps=gaps, start=start, warmup=0, **size)  # type: ignore[arg-type]
+    yield Recipe("small-cnn", "cnn", phases, 120, 0.1, 0.0, gaps=gaps, width=16, batch=16, warmup=10)
+
+
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -84,6 +95,7 @@ RECIPES: Mapping[str, Recipe] = {
         Recipe("bf16", "bf16", {"late": 1}, 101, 1e-4, 1e-4, start=("lm", 590), warmup=0),
         Recipe("finetune", "lm", {"finetune": 1}, 101, 1e-5, 1e-5, start=("lm", 690), warmup=0),
         Recipe("cnn", "cnn", {"mid": 100, "end": 298}, 300, 0.1, 0.0, width=64, batch=32, warmup=10),
+        *_small(),
         Recipe("series", "lm", {}, 1000, 1e-3, 1e-4, every=5, width=128, layers=2, vocabulary=1024),
     )
 }
@@ -136,7 +148,7 @@ def ensure(name: str, cache: Path = CACHE) -> Trajectory:
     done = trajectory.folder / "done.json"
     if not done.exists():
         trajectory.folder.mkdir(parents=True, exist_ok=True)
-        torch.set_num_threads(THREADS)
+        torch.set_num_threads(1 if name.startswith("small-") else THREADS)
         torch.use_deterministic_algorithms(True)
         start = ensure(recipe.start[0], cache) if recipe.start else None
         began, losses = time.monotonic(), []
@@ -248,7 +260,8 @@ class _Residual(nn.Module):
         return functional.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
-def _cnn(width: int) -> nn.Module:
+def cnn(width: int) -> nn.Module:
+    """A residual CNN with BatchNorm for the drawn images."""
     return nn.Sequential(
         nn.Conv2d(3, width, 3, 1, 1, bias=False),
         nn.BatchNorm2d(width),
@@ -262,7 +275,7 @@ def _cnn(width: int) -> nn.Module:
     )
 
 
-def _images(count: int, step: int) -> tuple[Tensor, Tensor]:
+def images(count: int, step: int) -> tuple[Tensor, Tensor]:
     """Ten classes of drawn 32 x 32 images: gratings of one orientation each, with random phase, colour and noise."""
     generator = torch.Generator().manual_seed(2_000_003 + step)
     labels = torch.randint(10, (count,), generator=generator)
@@ -330,7 +343,7 @@ class LanguageRun:
         self.recipe = recipe
         half = recipe.kind == "bf16"
         torch.manual_seed(7)
-        self.tokens = _tokens(recipe.vocabulary, packages=recipe.name == "finetune")
+        self.tokens = _tokens(recipe.vocabulary, packages=recipe.name.endswith("finetune"))
         model = _LanguageModel(recipe)
         if start is not None:
             assert recipe.start is not None
@@ -434,13 +447,13 @@ def _train_cnn(recipe: Recipe, start: Trajectory | None, out: Trajectory) -> Ite
     """A residual CNN with BatchNorm under SGD with momentum; the rate falls to zero at the end."""
     del start
     torch.manual_seed(11)
-    model = _cnn(recipe.width)
+    model = cnn(recipe.width)
     weights = dict(model.named_parameters())
     optimizer = torch.optim.SGD(weights.values(), lr=recipe.lr, momentum=0.9, weight_decay=5e-4)
     saved = set(recipe.saved())
     for step in range(1, recipe.steps + 1):
         lr = optimizer.param_groups[0]["lr"] = _rate(recipe, step)
-        inputs, labels = _images(recipe.batch, step)
+        inputs, labels = images(recipe.batch, step)
         loss = functional.cross_entropy(model(inputs), labels)
         model.zero_grad()
         loss.backward()

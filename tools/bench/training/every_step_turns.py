@@ -16,6 +16,7 @@ savers' cores computes as long for each step as the agent did, in a few kilobyte
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -41,7 +42,7 @@ from tools.bench.training.every_step import LABELS, base_of, number
 from tools.bench.training.strategy_comparison import parameters, shape_of
 from tools.bench.training.training_cases import ROOT, SPIN, Case, Plan, environment
 
-__all__ = ["Turns", "interval_of", "main", "taken"]
+__all__ = ["Turns", "Worker", "interval_of", "main", "taken"]
 
 _DRAWS: Final = 2000
 
@@ -84,7 +85,7 @@ def taken(plan: Plan, plain: Case, saving: Case, pairs: int, told: Callable[[str
     """
     found = Turns()
     with ExitStack() as stack:
-        workers = [stack.enter_context(_Worker(plan, case)) for case in (plain, saving)]
+        workers = [stack.enter_context(Worker(plan, case)) for case in (plain, saving)]
         for turn in range(pairs):
             said = {}
             for place in (0, 1) if turn % 2 == 0 else (1, 0):
@@ -102,27 +103,34 @@ def taken(plan: Plan, plain: Case, saving: Case, pairs: int, told: Callable[[str
     return found
 
 
-class _Worker:
-    """A worker that trains on command."""
+class Worker:
+    """A worker that trains on command. A context manager, or `start` and then `ready`."""
 
     def __init__(self, plan: Plan, case: Case) -> None:
-        self._folder = plan.scratch / f"turns-{case.strategy}"
+        self._folder = plan.scratch / f"turns-{case.strategy}-{case.interval}"
         self._command = plan.command("turns", case, self._folder)
+        self._start: Callable[..., Any] = subprocess.Popen if plan.warm is None else plan.warm.start
         self._trouble: IO[str] = tempfile.TemporaryFile("w+", dir=plan.scratch)  # noqa: SIM115  # closed with it
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Any = None
 
-    def __enter__(self) -> _Worker:
-        self._process = subprocess.Popen(
-            self._command,
-            cwd=ROOT,
-            env=environment(),
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._trouble,
-        )
+    def start(self) -> None:
+        """Start its process."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._trouble, "text": True}
+        self._process = self._start(self._command, cwd=ROOT, env=environment(), **pipes)
+
+    def ready(self) -> None:
+        """Wait until it has taken its first steps."""
         self._answer()
+
+    def __enter__(self) -> Worker:
+        self.start()
+        self.ready()
         return self
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return int(self._process.pid)
 
     def ask(self, steps: int) -> dict[str, Any]:
         """Train a number of steps -> their seconds; 0: end -> the result."""
@@ -151,7 +159,8 @@ class _Worker:
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate()
         self._trouble.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -17,7 +17,7 @@ from tools.bench.training.training_cases import SPIN
 from tools.bench.training.training_loop import Trainer, on_savers
 from tools.bench.training.training_strategies import AbsentError, Ledger, Nothing, Options, Store, Strategy
 
-__all__ = ["CHECKPOINTERS", "DENSITY", "LEFT"]
+__all__ = ["CHECKPOINTERS", "DENSITY", "LEFT", "Checkpointed"]
 
 DENSITY: Final = 0.01
 

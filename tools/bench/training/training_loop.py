@@ -58,6 +58,7 @@ class Trainer:
 
     Attributes:
         parameters: how many are trained.
+        shape: of the model.
         compressor: a `TopKHook` that keeps the largest entries of each gradient; None: gradients are unchanged.
     """
 
@@ -69,18 +70,21 @@ class Trainer:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.step = 0
         self.compressor: Any = None
-        self._shape = shape
+        self.shape = shape
         self._text = torch.from_numpy(read_corpus(_TEXT).text.copy()).long()
 
-    def backward(self) -> None:
-        """Compute the gradient of the next step."""
-        shape = self._shape
+    def loss(self) -> torch.Tensor:
+        """The loss of the next step's data."""
+        shape = self.shape
         generator = torch.Generator().manual_seed(1_000_003 + self.step)
         starts = torch.randint(len(self._text) - shape.context - 1, (shape.batch,), generator=generator)
         rows = torch.stack([self._text[start : start + shape.context + 1] for start in starts.tolist()])
         rows = rows.to(self.device)
-        loss = functional.cross_entropy(self.model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
+        return functional.cross_entropy(self.model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+    def backward(self) -> None:
+        """Compute the gradient of the next step."""
+        self.loss().backward()  # type: ignore[no-untyped-call]
         if self.compressor is not None:
             self.compressor.compress(self.model.parameters())
 

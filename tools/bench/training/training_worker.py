@@ -3,7 +3,8 @@
 ``python -m tools.bench.training.training_worker TASK STRATEGY`` has these tasks.
 
 ``loop`` trains, saves, measures, restores and compares; ``turns`` does so for as many steps at a time as it reads;
-``kill`` trains until it is killed, and reports each step; ``restore`` reports the newest restorable checkpoint,
+``kill`` trains until it is killed, and reports each step; ``live`` does so from the newest checkpoint on; ``digests``
+trains without saves, and notes the digest of every step; ``restore`` reports the newest restorable checkpoint,
 ``recover`` continues to a step. Each prints JSON; `training` starts them.
 """
 
@@ -24,14 +25,19 @@ from typing import Any, Final
 
 import torch
 
+from tools.baselines import medium
+from tools.baselines.catalog import BASELINES
 from tools.bench.measure import Measurement
-from tools.bench.training.training_checkpointers import CHECKPOINTERS
+from tools.bench.training.pccheck_settings import PCCHECK
+from tools.bench.training.training_checkpointers import CHECKPOINTERS, Checkpointed
 from tools.bench.training.training_loop import Shape, Trainer, digest, divide_cores, pin
 from tools.bench.training.training_strategies import STRATEGIES, AbsentError, Ledger, Options, Strategy
 
-ALL: Final = {**STRATEGIES, **CHECKPOINTERS}
+ALL: Final = {**STRATEGIES, **CHECKPOINTERS, **BASELINES, **PCCHECK}
 WARM_STEPS: Final = 3
 DIGESTS: Final = "digests.txt"
+LIVED: Final = "lived"
+"""A file that a job makes in its first life."""
 
 
 @dataclass(slots=True)
@@ -154,6 +160,7 @@ def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """
     run = begin(asked, shape)
     run.until(run.trainer.step + WARM_STEPS + 1)
+    run.until(_whole(run))  # its first save is not measured
     run.strategy.settle()
     os.sync()
     say({"ready": True})
@@ -168,9 +175,16 @@ def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         run.strategy.settle()
         agent = {} if pid is None else {"agent": (_processor(pid) - before) / steps}
         say({"iterations": run.iterations, "threads": run.threads} | agent)
+    run.until(_whole(run))
+    run.strategy.settle()
     trained, step = digest(run.trainer.state()), run.trainer.step
     run.strategy.close()
     return {} if asked.strategy.startswith("none") else restored(asked, shape, step, trained)
+
+
+def _whole(run: Run) -> int:
+    """The next step that is saved, or the present one."""
+    return -(-run.trainer.step // run.interval) * run.interval
 
 
 def _processor(pid: int) -> float:
@@ -180,13 +194,13 @@ def _processor(pid: int) -> float:
 
 
 def restored(asked: argparse.Namespace, shape: Shape, step: int, trained: str) -> dict[str, float]:
-    """Restore into another trainer, and compare. Raises `RuntimeError` if a bit differs."""
+    """Restore into another trainer, and compare. Raises `RuntimeError` if a bit differs; a lossy one has a distance."""
     found = restore(asked, shape)
     if found["step"] != step:
         raise RuntimeError(f"restored step {found['step']}, trained to step {step}")
-    if found["digest"] != trained:
+    if found["digest"] != trained and not ALL[asked.strategy].lossy:
         raise RuntimeError(f"the restored state of step {step} differs from the one that was trained")
-    return {"restore_s": found["seconds"]}
+    return {"restore_s": found["seconds"]} | {name: found[name] for name in ("distance",) if name in found}
 
 
 def restore(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
@@ -194,9 +208,30 @@ def restore(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     other = Trainer(shape, asked.device, seed=2)
     other.take()  # so that there are moments to load into
     began = time.perf_counter()
-    step = ALL[asked.strategy].restore(asked.dir, other)
+    kind = ALL[asked.strategy]
+    step = kind.restore(asked.dir, other)
     seconds = time.perf_counter() - began
-    return {"step": step, "digest": None if step is None else digest(other.state()), "seconds": seconds}
+    found = {"step": step, "digest": None if step is None else digest(other.state()), "seconds": seconds}
+    return found | lost(other, Trainer(shape, asked.device), asked.first) if kind.lossy and step is not None else found
+
+
+def lost(restored: Trainer, trained: Trainer, first: int) -> dict[str, Any]:
+    """What a lossy checkpoint has lost: `trained` takes the steps of the restored one again.
+
+    Returns:
+        ``loss`` and ``loss_trained``: of the next step's data, with the restored and with the trained weights;
+        ``distance``: of the weights from the trained ones, relative to these; ``differing``: the part of the weights
+        that differ.
+    """
+    trained.step = first
+    while trained.step < restored.step:
+        trained.take()
+    mine = torch.cat([one.detach().flatten() for one in restored.model.parameters()])
+    its = torch.cat([one.detach().flatten() for one in trained.model.parameters()])
+    with torch.no_grad():
+        losses = {"loss": restored.loss().item(), "loss_trained": trained.loss().item()}
+    distance = ((mine - its).norm() / its.norm()).item()
+    return losses | {"distance": distance, "differing": (mine != its).double().mean().item()}
 
 
 def recover(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
@@ -251,6 +286,39 @@ def kill(asked: argparse.Namespace, shape: Shape) -> None:
             say({"step": run.trainer.step, "seconds": run.iterations[-1]} | agent)
 
 
+def live(asked: argparse.Namespace, shape: Shape) -> None:
+    """One life of a job: restore what an earlier one left, and train until killed."""
+    began = time.monotonic()
+    kind = ALL[asked.strategy]
+    trainer = Trainer(shape, asked.device)
+    resumes = issubclass(kind, Checkpointed)  # it restores as it is made
+    if (asked.dir / LIVED).exists() and not resumes:
+        trainer.take()  # so that there are moments to load into
+        if kind.restore(asked.dir, trainer) is None:
+            trainer = Trainer(shape, asked.device)
+    options = Options(asked.interval, asked.full_every, asked.batch)
+    ledger = Ledger()
+    strategy = kind(asked.dir, trainer, options, ledger)
+    (asked.dir / LIVED).touch()
+    step = trainer.step
+    say({"restored": step, "digest": digest(trainer.state()) if step else "", "seconds": time.monotonic() - began})
+    run = Run(trainer, strategy, ledger, asked.interval)
+    while True:
+        run.take()
+        say({"step": trainer.step, "at": time.monotonic()})
+
+
+def digests(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """Train `asked.steps` steps without saves -> the digest of each, which every life of a job has to reach."""
+    trainer = Trainer(shape, asked.device)
+    ALL[asked.strategy](asked.dir, trainer, Options(), Ledger())  # it may compress gradients
+    found = {}
+    while trainer.step < asked.steps:
+        trainer.take()
+        found[str(trainer.step)] = digest(trainer.state())
+    return {"digests": found}
+
+
 def say(document: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(document) + "\n")
     sys.stdout.flush()
@@ -258,7 +326,7 @@ def say(document: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=["loop", "turns", "kill", "restore", "recover"])
+    parser.add_argument("task", choices=["loop", "turns", "kill", "live", "digests", "restore", "recover"])
     parser.add_argument("strategy", choices=list(ALL))
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--width", type=int, required=True)
@@ -272,6 +340,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-pin", action="store_true")
     asked = parser.parse_args()
+    medium.limit()
     pinning = pin(*divide_cores(not asked.no_pin))
     torch.use_deterministic_algorithms(asked.device == "cpu")
     shape = Shape(asked.width, asked.layers, *asked.tokens)
@@ -279,7 +348,9 @@ def main() -> None:
     try:
         if asked.task == "kill":
             kill(asked, shape)
-        tasks = {"loop": loop, "turns": turns, "restore": restore, "recover": recover}
+        if asked.task == "live":
+            live(asked, shape)
+        tasks = {"loop": loop, "digests": digests, "turns": turns, "restore": restore, "recover": recover}
         say(tasks[asked.task](asked, shape) | {"pinning": pinning})
     except AbsentError as error:
         say({"absent": str(error)})

@@ -75,6 +75,7 @@ def run(asked: Asked) -> Result:
                 "6.2 %",
                 f"{last['topk']:.2%}; the gradients of {WORKERS} workers {last['topk8']:.2%}",
                 last["topk8"] < 0.062,
+                "a step diff of the store is larger than that",
                 "1 % of the gradient is 0.67 % of a full, as index and value. The paper's file holds what eight GPUs "
                 "gathered, up to 8 % of the entries.",
             ),

@@ -1,0 +1,5 @@
+"""Simulations of jobs that no machine here can hold: goodput under failures, and commits of thousands of ranks.
+
+`model` trains, fails and restores by measured costs; `traces` has times of failures. `world` gives threads one virtual
+clock, and `ranks` lets thousands of real `RankWriter`s of this product commit over a mailbox and a bucket that count.
+"""

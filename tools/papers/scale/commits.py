@@ -1,0 +1,170 @@
+"""Commits of thousands of ranks: the product's own writers over a mailbox and a bucket that count, in virtual time."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from tools.goodput.ranks import Phase, Run, simulated
+from tools.papers.result import Asked, Cell, Claim, Compared, Figure, Result, Table
+
+__all__ = ["commit_seconds", "run"]
+
+SIZES: Final = {True: (2, 8, 32, 128), False: (2, 8, 32, 128, 512, 1024)}
+"""Ranks in the quick and in the long form."""
+SPACED: Final = {True: (128,), False: (128, 512, 1024, 2048)}
+"""The same, with looks spaced."""
+LOOKS: Final = 1000.0
+"""Looks a second by all ranks together, in the second form."""
+LINEAR: Final = 1.15
+"""Highest exponent of a growth that counts as linear."""
+
+
+def run(asked: Asked) -> Result:
+    """Run the experiment."""
+    sizes, spaced_sizes = SIZES[asked.pick(True, True, False)], SPACED[asked.pick(True, True, False)]
+    runs: list[Run] = []
+    for size in sizes:
+        runs.append(simulated(size))
+        asked.told(f"{size} ranks: a commit takes {runs[-1].phases['next'].seconds:.2f} s")
+    spaced = [simulated(size, pause=max(0.05, size / LOOKS)) for size in spaced_sizes]
+    rows = [_row(one, "as it is", name) for name in ("open", "first", "next") for one in runs]
+    rows += [_row(one, "looks spaced", name) for name in ("open", "first", "next") for one in spaced]
+    heads = (
+        *("phase", "looks", "ranks", "seconds", "calls", "found nothing", "letters' calls a rank", "host kB"),
+        *("rank 0 kB", "requests", "of rank 0", "rank 0 computes ms"),
+    )
+    last, before = runs[-1], runs[-2]
+    growth = {
+        what: {name: _exponent(before, last, name, what) for name in ("open", "first", "next")}
+        for what in ("sent", "bytes_0", "requests", "seconds", "calls")
+    }
+    flat = {what: max(found.values()) for what, found in growth.items()}
+    steady = growth["calls"]["next"] <= LINEAR and growth["seconds"]["next"] <= LINEAR
+    return Result(
+        tables=[
+            Table(
+                "One open, the first save (the ranks agree who writes what), and each further save",
+                heads,
+                rows,
+                dict.fromkeys(heads[4:], ".0f") | {"seconds": ".2f", "letters' calls a rank": ".1f"},
+            )
+        ],
+        claims=[
+            _claim("letters grow no faster than the ranks", flat["sent"]),
+            _claim("bytes at rank 0 grow no faster than the ranks", flat["bytes_0"]),
+            _claim("requests to the bucket grow no faster than the ranks", flat["requests"]),
+            Claim(
+                "a further save: time and calls grow no faster than the ranks",
+                "-",
+                f"seconds {growth['seconds']['next']:.2f}, calls {growth['calls']['next']:.2f} "
+                f"(exponents, {before.size} to {last.size} ranks)",
+                steady,
+                "" if steady else "ranks that wait look 20 times a second each, however many they are",
+            ),
+            Claim(
+                "all calls of the mailbox grow no faster than the ranks, in every phase",
+                "-",
+                f"exponent {flat['calls']:.2f}, in the first save {growth['calls']['first']:.2f}",
+                flat["calls"] <= LINEAR,
+                ""
+                if flat["calls"] <= LINEAR
+                else "In the first save rank 0 asks the bucket for the size of every rank's segment, one after the "
+                "other. Meanwhile each rank looks 20 times a second for the verdict: ranks times ranks. With looks "
+                "spaced so that all ranks together look 1,000 times a second, they grow as the ranks. 5,000 ranks that "
+                "wait would take all of the mailbox's host.",
+            ),
+            Claim(
+                "no barrier on training's process group",
+                "PCcheck: rank 0 hears all, and tells all",
+                "there is no process group: ranks have a mailbox alone",
+                True,
+            ),
+        ],
+        figures=[
+            Figure(
+                "Seconds by ranks, virtual",
+                "lines",
+                sizes,
+                {name: [one.phases[name].seconds for one in runs] for name in ("open", "first", "next")},
+                "ranks",
+                "seconds",
+                "xy",
+            ),
+            Figure(
+                "Calls of the mailbox by ranks",
+                "lines",
+                sizes,
+                {
+                    "first save": [one.phases["first"].calls for one in runs],
+                    "further save": [one.phases["next"].calls for one in runs],
+                    "further save, found something": [_sent(one.phases["next"]) for one in runs],
+                    "proportional": [one * runs[0].phases["next"].calls / runs[0].size for one in sizes],
+                },
+                "ranks",
+                "calls",
+                "xy",
+            ),
+        ],
+        compared=[
+            Compared(
+                "the last checkpoint of each job, loaded as its first, second, middle and last rank",
+                len(runs) + len(spaced),
+                sum(one.equal for one in (*runs, *spaced)),
+            )
+        ],
+        remarks=[
+            "The ranks are the product's writers, with all their code. Replaced are the clock, the writer's threads "
+            "(work runs in the caller's), the mailbox (a dict with the times of torch's TCPStore: 10 us of its host a "
+            "call, one after the other, 1.1 us for each further key, 100 us of network) and the bucket (memory, 20 ms "
+            "a request). What rank 0 computes takes the time that it really takes.",
+            "States are small: what is measured is the protocol. Training waits for none of this in `save_async`, "
+            "unless all its places are taken.",
+        ],
+        settings={"sizes": list(sizes), "spaced": list(spaced_sizes)},
+        numbers={"kinds": {str(one.size): dict(one.kinds) for one in runs}},
+    )
+
+
+def _sent(phase: Phase) -> float:
+    return phase.calls - phase.polls
+
+
+def _row(one: Run, looks: str, name: str) -> list[Cell]:
+    phase = one.phases[name]
+    said = {"open": "open", "first": "first save", "next": "further save"}[name]
+    return [
+        *(said, looks, one.size, phase.seconds, float(phase.calls), float(phase.polls), _sent(phase) / one.size),
+        *(phase.bytes_host / 1e3, phase.bytes_0 / 1e3, float(phase.requests), float(phase.requests_0)),
+        1e3 * phase.processor_0,
+    ]
+
+
+def _exponent(before: Run, last: Run, name: str, what: str) -> float:
+    """e of a growth as ranks**e."""
+
+    def value(one: Run) -> float:
+        phase = one.phases[name]
+        return float(_sent(phase) if what == "sent" else getattr(phase, what))
+
+    return math.log(value(last) / value(before)) / math.log(last.size / before.size)
+
+
+def _claim(text: str, exponent: float) -> Claim:
+    holds = exponent <= LINEAR
+    return Claim(text, "-", f"exponent {exponent:.2f}", holds, "" if holds else "see the table")
+
+
+def commit_seconds(size: int) -> float:
+    """Seconds of a further save of so many ranks, by a line through 32 and 128 ranks."""
+    few, many = (_known(number) for number in (32, 128))
+    return max(few, few + (many - few) * (size - 32) / 96) if size > 1 else 0.0
+
+
+_seconds: dict[int, float] = {}
+
+
+def _known(size: int) -> float:
+    if size not in _seconds:
+        _seconds[size] = simulated(size).phases["next"].seconds
+    return _seconds[size]
