@@ -16,6 +16,8 @@
 
 #define NAME(name) PASTE(name, of, ISA)
 #include "digest.h"
+#include "huffman.h"
+#include "unhuffman.h"
 #include "steps.h"
 #include "values.h"
 
@@ -32,6 +34,7 @@ static const struct loops GLUE(loops_, ISA) = {
     .combine = WIDTHS(combine),
     .find = WIDTHS(find),
     .take = WIDTHS(take),
+    .exceptions = WIDTHS(exceptions),
     .put = WIDTHS(put),
     .classify = WIDTHS(classify),
     .sort = WIDTHS(sort),
@@ -39,6 +42,8 @@ static const struct loops GLUE(loops_, ISA) = {
     .pack_small = NAME(pack_small),
     .unpack_small = NAME(unpack_small),
     .histogram = NAME(histogram),
+    .literals = NAME(literals),
+    .read_literals = NAME(read_literals),
     .to_bfloat16 = NAME(to_bfloat16),
     .to_float16 = NAME(to_float16),
     .fma_scalar = NAME(fma_scalar),
@@ -46,6 +51,9 @@ static const struct loops GLUE(loops_, ISA) = {
     .moments = NAME(moments),
     .second_moment = NAME(second_moment),
     .move = NAME(move),
+    .adam_differences = NAME(adam_differences),
+    .adam_step = NAME(adam_step),
+    .adam_replayed = NAME(adam_replayed),
     .buffered = NAME(buffered),
     .missed = NAME(missed),
     .sum = NAME(sum),

@@ -19,14 +19,14 @@ from ckptstore.formats.codecs.block_loops import as_bytes
 from ckptstore.formats.codecs.codec import Buffer
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.plane_coder import Cursor
-from ckptstore.formats.kernel_choice import steady
+from ckptstore.formats.kernel_choice import hot, steady
 from ckptstore.formats.optim import residuals
-from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
+from ckptstore.formats.optim.arithmetic import Floats, exactly, floats
 from ckptstore.formats.optim.gradients import FORMS, Gradient, GradientForm, form_of, read_gradient, write_gradient
 from ckptstore.formats.optim.predicted import blocks_of, chunk_of, finished, space
 from ckptstore.formats.optim.predicted import bound as _bound_of_state
 from ckptstore.formats.optim.step_settings import Rule, copy_bits
-from ckptstore.formats.optim.step_tiles import BLOCK_NUMBERS, Array, slots_of, widen
+from ckptstore.formats.optim.step_tiles import BLOCK_NUMBERS, Array, slots_of, take_step
 
 _RESIDUALS = 128
 
@@ -76,14 +76,10 @@ def encode(
             at = write_gradient(gradient, start, stop, target, at, level)
             if after is None:
                 continue
-            guess = [floats(f"after{slot}", stop - start) for slot in range(len(before))]
-            for part, values in zip(before, guess, strict=True):
-                copy_bits(part[start:stop], values)
-            dense = floats("guess", stop - start)
-            _expand(gradient, start, stop, dense)
-            _apply(rule, guess, dense)
-            for true, values in zip(after, guess, strict=True):
-                at = residuals.write_residual(true[start:stop], values, target, at, level)
+            old_block, new_block = ([part[start:stop] for part in parts] for parts in (before, after))
+            given = gradient[start:stop] if isinstance(gradient, np.ndarray) else gradient.part(start, stop).dense()
+            room = target[at : at + len(before) * (4 * (stop - start) + residuals.OVERHEAD)]
+            at += len(encoded_residuals(rule, old_block, new_block, given, level, room))
     return target[:at]
 
 
@@ -120,25 +116,25 @@ def read_form(cursor: Cursor) -> tuple[GradientForm, bool]:
 
 def read_block(rule: Rule, form: GradientForm, exceptions: bool, cursor: Cursor, state: Sequence[Floats]) -> None:
     """Decode one block in place."""
-    gradient = floats("guess", len(state[0]))
-    read_gradient(form, cursor, gradient)
-    _apply(rule, state, gradient)
+    take_step(rule, list(state), read_gradient(form, cursor, len(state[0])))
     if exceptions:
         for values in state:
             residuals.read_residual(cursor, values, values)
 
 
-def _apply(rule: Rule, state: Sequence[Floats], gradient: Floats) -> None:
-    for tile in tiles(len(gradient)):
-        rule.apply([part[tile] for part in state], gradient[tile])
-
-
-def _expand(gradient: Gradient, start: int, stop: int, out: Floats) -> None:
-    """Write one block of a gradient into ``out`` as fp32."""
-    if isinstance(gradient, np.ndarray):
-        widen(gradient[start:stop], out)
-    else:
-        gradient.part(start, stop).expand(out)
+@hot("ckptstore.formats.optim.compiled_steps", reads=["old", "new", "gradient"], destroys=["out"])
+def encoded_residuals(
+    rule: Rule, old: list[Floats], new: list[Floats], gradient: Array, level: int, out: Bytes
+) -> Bytes:
+    """Write the residuals of one block. Returns the part of ``out`` that they take."""
+    guess = [floats(f"after{slot}", len(gradient)) for slot in range(len(old))]
+    for part, values in zip(old, guess, strict=True):
+        copy_bits(part, values)
+    take_step.reference(rule, guess, gradient)
+    at = 0
+    for true, values in zip(new, guess, strict=True):
+        at = residuals.write_residual(true, values, out, at, level)
+    return out[:at]
 
 
 def _is_flat(gradient: Array) -> bool:
