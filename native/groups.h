@@ -4,6 +4,7 @@
  * is called in Python.
  */
 enum { RAW_MODE, FILL_MODE, ZSTD_MODE, SPARSE_MODE, PACK1_MODE, PACK2_MODE, PACK4_MODE, CHOOSE };
+enum { MARGIN = 32, SPACE = 1 << 17 }; /* bytes beyond those of the words, of the output and eight times of `space` */
 enum { SAMPLE = 4096, SAMPLED = 512, SMALL = 48, DEPTH = 2, ZERO_GROUP = 255, NARROW = 16, WINDOW = 8, SEARCHED = 1024, ONE_BIT = 1 << 20 };
 
 struct coder {
@@ -82,12 +83,12 @@ static double n_log_n(const struct coder *c, size_t count)
 
 static int64_t information_of(const struct coder *c, const uint32_t *counts, size_t number, size_t *top)
 {
-    int64_t found = 0;
+    uint64_t found = 0; /* of any table: a signed sum could overflow */
     for (size_t i = 0; i < number; i++) {
-        found += c->n_log_n[counts[i]];
+        found += (uint64_t)c->n_log_n[counts[i]];
         *top = counts[i] > *top ? counts[i] : *top;
     }
-    return found;
+    return (int64_t)found;
 }
 
 /* Whether zstd's matches would save more than one bit in 32 of a plane's sample (literals.matches_pay). */
@@ -103,8 +104,10 @@ static int matches_pay(const struct coder *c, const u8 *values, size_t count)
         for (size_t i = 0; i < 256; i++)
             counts[i] += part[i];
     }
-    int64_t least = (c->n_log_n[total] - information_of(c, counts, 256, &unused)) / (int64_t)total, saved = 0;
-    least = least > ONE_BIT ? least : ONE_BIT; /* what a value takes without matches */
+    int64_t least = (int64_t)((uint64_t)c->n_log_n[total] - (uint64_t)information_of(c, counts, 256, &unused));
+    least /= (int64_t)total; /* what a value takes without matches: 1 to 8 bits */
+    least = least < ONE_BIT ? ONE_BIT : least > 8 * ONE_BIT ? 8 * ONE_BIT : least;
+    int64_t saved = 0;
     int bits = 6;
     while ((size_t)1 << bits < 2 * run)
         bits++;
@@ -172,7 +175,7 @@ static int choose_mode(const struct coder *c, const u8 *values, size_t total, in
         return ZSTD_MODE;
     double worth = c->level == 0 ? 0.05 * (1 + 2 * depth) * (double)total : 0.005 * best;
     if (4 * (total - zeros) <= total) {
-        double cost = exceptions_cost(c, total - zeros, information - c->n_log_n[zeros], total);
+        double cost = exceptions_cost(c, total - zeros, (int64_t)((uint64_t)information - (uint64_t)c->n_log_n[zeros]), total);
         if (cost < best - worth) {
             if (c->level == 0)
                 return SPARSE_MODE;
@@ -456,6 +459,10 @@ static void put_group(struct coder *c, const u8 *words, size_t word, size_t coun
     int written = 0;
     if (c->failed)
         return;
+    if (plan.narrow == 0 && count < SMALL) {
+        put_byte(c, ZERO_GROUP);
+        return;
+    }
     if (plan.narrow >= 0) {
         written = put_narrow(c, words, word, count, plan.narrow);
         if (!written && !c->failed)

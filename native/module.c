@@ -230,6 +230,17 @@ static int width(const struct array *array)
     return array->item == 1 ? 0 : array->item == 2 ? 1 : array->item == 4 ? 2 : 3;
 }
 
+/* Takes the last of `all` arguments, a function, away. */
+static PyObject *function(PyObject *const *args, Py_ssize_t *number, Py_ssize_t all)
+{
+    if (*number != all)
+        return PyErr_Format(PyExc_TypeError, "%zd arguments, expected %zd", *number, all);
+    if (!PyCallable_Check(args[all - 1]))
+        return PyErr_Format(PyExc_TypeError, "the last argument must be a function");
+    --*number;
+    return args[all - 1];
+}
+
 #define BEGIN(kinds)                                                                                                   \
     struct call call;                                                                                                  \
     (void)self;                                                                                                        \
@@ -256,7 +267,8 @@ static int width(const struct array *array)
 #define FUNCTION(name) static PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t number)
 
 static const char SIZES[] = "arrays differ in their items or lengths", OVERLAP[] = "arrays overlap",
-                  LIMIT[] = "a limit is out of range";
+                  LIMIT[] = "a limit is out of range", LITTLE[] = "too little space",
+                  UNKNOWN[] = "an unknown level or variant";
 
 /* ----------------------------------------------------------------------------------------------- words and planes */
 
@@ -485,20 +497,20 @@ static PyObject *written(struct call *call, struct coder *c)
     if (PyErr_Occurred())
         return ended(call, NULL);
     if (c->failed)
-        return refused(call, "too little space");
+        return refused(call, LITTLE); /* cannot be: all of them checked it */
     return ended(call, PyLong_FromSize_t(c->at));
 }
-
-static const char UNKNOWN[] = "an unknown level or variant";
 
 /* write_group(words, level, nested, n_log_n, space, out, compress) */
 FUNCTION(write_group)
 {
-    PyObject *compress = number == 7 ? args[6] : NULL;
-    number = number == 7 ? 6 : 0;
+    PyObject *compress = function(args, &number, 7);
+    if (compress == NULL)
+        return NULL;
     BEGIN("riirww")
     NEED(a[0].count > 0 && a[0].count <= UINT32_MAX && a[1].item == 8 && a[1].count > SAMPLE, SIZES)
-    NEED(a[2].item == 1 && a[3].item == 1, SIZES)
+    NEED(a[2].item == 1 && a[2].count >= 8 * a[0].bytes + SPACE, LITTLE)
+    NEED(a[3].item == 1 && a[3].count >= a[0].bytes + MARGIN, LITTLE)
     NEED((call.ints[0] | 1) == 1, UNKNOWN)
     NEED(all_apart(&call), OVERLAP)
     struct coder c = {.loops = loops, .n_log_n = a[1].at, .level = (int)call.ints[0], .out = a[3].at, .most = a[3].count,
@@ -513,12 +525,14 @@ static const char PAST[] = "a position after the payload";
 /* read_group(payload, at, how, base, out, space, decompress): the position behind the group; -1: the reference has to read it */
 FUNCTION(read_group)
 {
-    PyObject *decompress = number == 7 ? args[6] : NULL;
-    number = number == 7 ? 6 : 0;
+    PyObject *decompress = function(args, &number, 7);
+    if (decompress == NULL)
+        return NULL;
     BEGIN("riirww")
     struct array *base = &a[1], *out = &a[2];
     int how = (int)call.ints[1];
-    NEED(a[0].item == 1 && a[3].item == 1 && out->count > 0 && out->count < UINT32_MAX, SIZES)
+    NEED(a[0].item == 1 && out->count > 0 && out->count < UINT32_MAX, SIZES)
+    NEED(a[3].item == 1 && a[3].count >= 6 * out->bytes + SPACE, LITTLE)
     NEED(call.ints[0] >= 0 && (unsigned long long)call.ints[0] <= a[0].count, PAST)
     NEED(call.ints[1] >= PUT && call.ints[1] <= XOR, "an unknown operation")
     NEED(apart(&a[0], out) && apart(&a[0], &a[3]) && apart(out, &a[3]) && apart(base, &a[3]), OVERLAP)
@@ -726,14 +740,16 @@ static void put_residual(struct coder *c, const u32 *differences, const size_t *
  *            n_log_n, space, out, compress): one block of the encoding `predicted` (residuals.write_residual) */
 FUNCTION(write_adam)
 {
-    PyObject *compress = number == 19 ? args[18] : NULL;
-    number = number == 19 ? 18 : 0;
+    PyObject *compress = function(args, &number, 19);
+    if (compress == NULL)
+        return NULL;
     BEGIN("rrrrrrifffffffirww")
     size_t count = a[0].count, missed[3][2] = {{0}};
     for (size_t i = 0; i < 6; i++)
         NEED(a[i].item == 4 && a[i].count == count, SIZES)
     NEED(count > 0 && count <= UINT32_MAX && a[6].item == 8 && a[6].count > SAMPLE, SIZES)
-    NEED(a[7].item == 1 && a[8].item == 1, SIZES)
+    NEED(a[7].item == 1 && a[7].count >= 11 * 4 * count + 2 * SPACE, LITTLE)
+    NEED(a[8].item == 1 && a[8].count >= 3 * (4 * count + 2 * MARGIN), LITTLE)
     NEED((call.ints[0] | 1) == 1 && (call.ints[1] | 1) == 1, UNKNOWN)
     for (size_t i = 7; i < 9; i++)
         for (size_t k = 0; k < i; k++)
@@ -745,7 +761,6 @@ FUNCTION(write_adam)
     u32 *differences[3];
     for (size_t i = 0; i < 3; i++)
         differences[i] = (u32 *)room(&c, 4 * count);
-    NEED(!c.failed, "too little space")
     c.state = count >= UNLOCKED / 4 ? PyEval_SaveThread() : NULL;
     const f32 *old[3] = {a[0].at, a[1].at, a[2].at}, *new[3] = {a[3].at, a[4].at, a[5].at};
     loops->adam_differences(&rule, old, new, differences, missed, HEAD, count);
@@ -761,11 +776,13 @@ FUNCTION(write_adam)
  *           decompress): takes a step of the encoding `predicted` in place; the position behind the block, or -1 */
 FUNCTION(read_adam)
 {
-    PyObject *decompress = number == 15 ? args[14] : NULL;
-    number = number == 15 ? 14 : 0;
+    PyObject *decompress = function(args, &number, 15);
+    if (decompress == NULL)
+        return NULL;
     BEGIN("riwwwifffffffw")
     size_t count = a[1].count;
-    NEED(a[0].item == 1 && a[4].item == 1 && count > 0 && count < UINT32_MAX, SIZES)
+    NEED(a[0].item == 1 && count > 0 && count < UINT32_MAX, SIZES)
+    NEED(a[4].item == 1 && a[4].count >= 8 * 4 * count + 2 * SPACE, LITTLE)
     for (size_t i = 1; i < 4; i++)
         NEED(a[i].item == 4 && a[i].count == count, SIZES)
     NEED(call.ints[0] >= 0 && (unsigned long long)call.ints[0] <= a[0].count, PAST)
@@ -835,15 +852,17 @@ FUNCTION(step_adam)
  *                shrink, root, eps, rate, level, n_log_n, space, out, compress): the residuals of a block */
 FUNCTION(write_replayed)
 {
-    PyObject *compress = number == 23 ? args[22] : NULL;
-    number = number == 23 ? 22 : 0;
+    PyObject *compress = function(args, &number, 23);
+    if (compress == NULL)
+        return NULL;
     BEGIN("rrrrrrriiirfffffffirww")
     size_t count = a[0].count, missed[3][2] = {{0}};
     for (size_t i = 0; i < 6; i++)
         NEED(a[i].item == 4 && a[i].count == count, SIZES)
     NEED((a[6].item == 4 || a[6].item == 2) && a[6].count == count, SIZES)
     NEED(count > 0 && count <= UINT32_MAX && a[8].item == 8 && a[8].count > SAMPLE, SIZES)
-    NEED(a[9].item == 1 && a[10].item == 1, SIZES)
+    NEED(a[9].item == 1 && a[9].count >= 11 * 4 * count + 2 * SPACE, LITTLE)
+    NEED(a[10].item == 1 && a[10].count >= 3 * (4 * count + 2 * MARGIN), LITTLE)
     NEED((call.ints[3] | 1) == 1 && is_step(&call, &a[7]), UNKNOWN)
     for (size_t i = 9; i < 11; i++)
         for (size_t k = 0; k < i; k++)
@@ -853,7 +872,6 @@ FUNCTION(write_replayed)
                       .size = a[9].count, .compress = compress};
     u32 *differences[3] = {(u32 *)room(&c, 4 * count), NULL, NULL};
     const f32 *old[3] = {a[0].at, a[1].at, a[2].at}, *new[3] = {a[3].at, a[4].at, a[5].at};
-    NEED(!c.failed, "too little space")
     c.state = count >= UNLOCKED / 4 ? PyEval_SaveThread() : NULL;
     loops->adam_replayed(&rule, a[6].item, a[6].at, old, new, differences, missed, HEAD, count);
     if (missed[1][0] + missed[1][1] + missed[2][0] + missed[2][1]) { /* seldom: only the weights may differ */

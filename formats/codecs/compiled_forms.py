@@ -55,6 +55,8 @@ def classify(base: Words, shift: int, low: int, high: int, out: Bytes) -> Counts
 
 def encoded_group(words: Words, level: int, nested: bool, out: Bytes) -> Bytes:
     """See ``blocks.encoded_group``."""
+    if not len(words) or len(out) < words.nbytes + blocks.MARGIN:
+        return blocks.encoded_group.reference(words, level, nested, out)
     space = scratch("groups", 8 * words.nbytes + (1 << 17))
     return out[: core.write_group(words, level, nested, N_LOG_N, space, out, compressed)]
 

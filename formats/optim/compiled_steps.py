@@ -10,6 +10,7 @@ from ckptstore.formats.codecs.plane_coder import THRIFTY, compressed, decompress
 from ckptstore.formats.optim import predicted, replayed, step_tiles
 from ckptstore.formats.optim.adam import VARIANTS, AdamRule
 from ckptstore.formats.optim.arithmetic import FLOAT, Floats, single
+from ckptstore.formats.optim.residuals import OVERHEAD
 from ckptstore.formats.optim.sgd import SGDRule
 from ckptstore.formats.optim.step_settings import Rule
 from ckptstore.formats.optim.step_tiles import Array
@@ -38,10 +39,13 @@ def move(rule: AdamRule, weight: Floats, first: Floats, second: Floats) -> None:
 
 def encoded_block(rule: Rule, old: list[Floats], new: list[Floats], level: int, out: Bytes) -> Bytes:
     """See ``predicted.encoded_block``. Other rules than Adam's are left to the reference."""
-    if not isinstance(rule, AdamRule) or rule.amsgrad or level > THRIFTY or not len(old[0]):
+    if not isinstance(rule, AdamRule) or rule.amsgrad or level > THRIFTY or not len(old[0]) or _little(old, out):
         return predicted.encoded_block.reference(rule, old, new, level, out)
     space = scratch("groups", 11 * old[0].nbytes + (1 << 18))
-    size = core.write_adam(*old, *new, *_scalars(rule), level, N_LOG_N, space, out, compressed)
+    (weight, first, second), (weight1, first1, second1) = old, new
+    size = core.write_adam(
+        weight, first, second, weight1, first1, second1, *_scalars(rule), level, N_LOG_N, space, out, compressed
+    )
     return out[:size]
 
 
@@ -49,7 +53,8 @@ def decoded_block(rule: Rule, data: Bytes, at: int, state: list[Floats]) -> int:
     """See ``predicted.decoded_block``. The reference says what is damaged."""
     if isinstance(rule, AdamRule) and not rule.amsgrad and len(state[0]) and at < len(data):
         space = scratch("groups", 8 * state[0].nbytes + (1 << 18))
-        end = core.read_adam(data, at, *state, *_scalars(rule), space, decompressed)
+        weight, first, second = state
+        end = core.read_adam(data, at, weight, first, second, *_scalars(rule), space, decompressed)
         if end >= 0:
             return end
     return predicted.decoded_block.reference(rule, data, at, state)
@@ -58,7 +63,8 @@ def decoded_block(rule: Rule, data: Bytes, at: int, state: list[Floats]) -> int:
 def take_step(rule: Rule, state: list[Floats], gradient: Array) -> None:
     """See ``step_tiles.take_step``. Other rules than AdamW's, and fp16, are left to the reference."""
     if isinstance(rule, AdamRule) and _replayable(rule, gradient):
-        core.step_adam(*state, _stored(gradient), *_settings(rule))
+        weight, first, second = state
+        core.step_adam(weight, first, second, _stored(gradient), *_settings(rule))
     else:
         step_tiles.take_step.reference(rule, state, gradient)
 
@@ -67,12 +73,26 @@ def encoded_residuals(
     rule: Rule, old: list[Floats], new: list[Floats], gradient: Array, level: int, out: Bytes
 ) -> Bytes:
     """See ``replayed.encoded_residuals``. Other rules than AdamW's, and fp16, are left to the reference."""
-    if not isinstance(rule, AdamRule) or not _replayable(rule, gradient) or level > THRIFTY or not len(gradient):
+    if (
+        not isinstance(rule, AdamRule)
+        or not _replayable(rule, gradient)
+        or level > THRIFTY
+        or not len(gradient)
+        or _little(old, out)
+    ):
         return replayed.encoded_residuals.reference(rule, old, new, gradient, level, out)
     space = scratch("groups", 11 * old[0].nbytes + (1 << 18))
-    given = _stored(gradient)
-    size = core.write_replayed(*old, *new, given, *_settings(rule), level, N_LOG_N, space, out, compressed)
+    (weight, first, second), (weight1, first1, second1), given = old, new, _stored(gradient)
+    numbers = _settings(rule)
+    size = core.write_replayed(
+        weight, first, second, weight1, first1, second1, given, *numbers, level, N_LOG_N, space, out, compressed
+    )
     return out[:size]
+
+
+def _little(state: list[Floats], out: Bytes) -> bool:
+    """Whether ``out`` might be too small for what is given up, too."""
+    return len(out) < len(state) * (state[0].nbytes + OVERHEAD)
 
 
 def _replayable(rule: AdamRule, gradient: Array) -> bool:
