@@ -23,7 +23,7 @@ from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.change_committer import LastWriter, last_writer
 from ckptstore.reports.restore_explanation import Explanation, explained
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
-from ckptstore.restore.chain import master_of
+from ckptstore.restore.chains.chain import master_of
 from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened
 from ckptstore.restore.selection import one_of, select_from
 from ckptstore.restore.tensor_streams import streams

@@ -12,7 +12,7 @@ from ckptstore.backends.object_store import segment_ranges
 from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
-from ckptstore.restore.chain import Chain
+from ckptstore.restore.chains.chain import Chain
 from ckptstore.restore.open_checkpoint import opened
 from ckptstore.restore.selection import select_from
 from ckptstore.segments.segment_reader import SegmentReader, extents

@@ -12,7 +12,7 @@ from ckptstore.formats.segment_files.segment import RAW, TensorEntry
 from ckptstore.formats.segment_files.shards import key_of
 from ckptstore.formats.segment_files.step_codec import STEP
 from ckptstore.log.journal import Journal
-from ckptstore.restore.chain import Chain
+from ckptstore.restore.chains.chain import Chain
 from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened
 from ckptstore.restore.restore_plan import Rates
 from ckptstore.restore.restore_rates import measure_rates

@@ -16,8 +16,8 @@ from ckptstore.log.checkpoint_info import CheckpointInfo, describe_all
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.reports.tensor_classes import class_by_name
-from ckptstore.restore.assembly import Held
-from ckptstore.restore.chain_link import TensorLink
+from ckptstore.restore.chains.assembly import Held
+from ckptstore.restore.chains.chain_link import TensorLink
 from ckptstore.restore.open_checkpoint import opened
 
 __all__ = ["ClassBytes", "Share", "StoreStats", "bytes_by_step", "growth", "stats"]

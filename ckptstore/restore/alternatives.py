@@ -20,7 +20,16 @@ from typing import Final
 
 from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.records import CheckpointId, Encoding, Node
-from ckptstore.restore.restore_plan import Cost, Edge, Plan, base_node, edge_of, no_way_error, restore_seconds, usable
+from ckptstore.restore.restore_plan import (
+    Cost,
+    Edge,
+    Plan,
+    base_node,
+    edge_of,
+    no_way_error,
+    restore_seconds,
+    usable,
+)
 
 __all__ = ["MOST_WAYS", "NO_FAILED_WAYS", "FailedWays", "next_way"]
 

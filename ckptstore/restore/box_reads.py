@@ -23,7 +23,7 @@ from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import Workers, run_all
-from ckptstore.restore.chain import Chain, Target, decode_chunk, restore_tensors
+from ckptstore.restore.chains.chain import Chain, Target, decode_chunk, restore_tensors
 from ckptstore.segments.segment_reader import (
     SegmentReader,
     TensorChunk,

@@ -36,7 +36,7 @@ from ckptstore.restore.box_reads import (
     jobs_of,
     new_sinks,
 )
-from ckptstore.restore.chain import Chain, restore_tensors
+from ckptstore.restore.chains.chain import Chain, restore_tensors
 from ckptstore.restore.fallback import FAULTS
 from ckptstore.restore.load_targets import MadeTargets, Targets, TargetSink, find_targets, made_targets
 from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened

@@ -26,8 +26,8 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
 from ckptstore.log.pins import claim
 from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays, next_way
-from ckptstore.restore.assembly import Held, assemble, held_by, tree_of
-from ckptstore.restore.chain import Chain
+from ckptstore.restore.chains.assembly import Held, assemble, held_by, tree_of
+from ckptstore.restore.chains.chain import Chain
 from ckptstore.restore.fallback import FAULTS, record_failure
 from ckptstore.restore.resident_checkpoint import ResidentCheckpoint
 from ckptstore.restore.restore_plan import Edge, Plan, edge_of, plan, stored_bytes

@@ -17,8 +17,8 @@ from ckptstore.errors import StorageError
 from ckptstore.formats.history.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment_files.segment import RAW, Chunk, SegmentDoc, TensorEntry
 from ckptstore.host.buffers import Bytes
-from ckptstore.restore.chain import Chain
-from ckptstore.restore.chain_link import TensorLink
+from ckptstore.restore.chains.chain import Chain
+from ckptstore.restore.chains.chain_link import TensorLink
 from ckptstore.restore.restore_source import RestoreSource
 from ckptstore.restore.stored_parts import Parts
 from ckptstore.segments.segment_reader import SegmentReader

@@ -15,8 +15,8 @@ from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import Workers, workers
-from ckptstore.restore.assembly import Held, assemble
-from ckptstore.restore.chain import Chain, master_of, restore_tensors
+from ckptstore.restore.chains.assembly import Held, assemble
+from ckptstore.restore.chains.chain import Chain, master_of, restore_tensors
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.resident_checkpoint import ResidentCheckpoint, layout, make_resident
 from ckptstore.restore.selection import select_from

@@ -13,7 +13,7 @@ from ckptstore.formats.states.rank_trees import left_out, of_rank, rank_count
 from ckptstore.formats.states.tree import tensor_names
 from ckptstore.host.caller_warnings import HiddenTensorsWarning, warn
 from ckptstore.restore.box_reads import Part
-from ckptstore.restore.chain import Chain
+from ckptstore.restore.chains.chain import Chain
 from ckptstore.restore.stored_parts import Parts
 
 __all__ = ["RestoreSource"]

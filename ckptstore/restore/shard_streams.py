@@ -10,7 +10,7 @@ from ckptstore.formats.segment_files.layout import CHUNK, chunk_extents
 from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.restore.box_reads import Part
-from ckptstore.restore.chain import Chain, decode_chunk
+from ckptstore.restore.chains.chain import Chain, decode_chunk
 
 __all__ = ["iterate_parts"]
 

@@ -14,8 +14,8 @@ from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.log.journal import Journal
-from ckptstore.restore.assembly import assemble
-from ckptstore.restore.chain import Chain, decode_chunk
+from ckptstore.restore.chains.assembly import assemble
+from ckptstore.restore.chains.chain import Chain, decode_chunk
 from ckptstore.restore.open_checkpoint import opened
 
 __all__ = ["StoredBase", "open_base"]

@@ -9,7 +9,7 @@ from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.segment_files.shards import ShardKey, check_cover, state_parts
 from ckptstore.formats.states.state import tensor_names
-from ckptstore.restore.chain_link import TensorLink
+from ckptstore.restore.chains.chain_link import TensorLink
 
 __all__ = ["Parts", "described_state", "stored_parts"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ckptstore.host.buffers import Bytes
-from ckptstore.restore.chain import iterate_chain
+from ckptstore.restore.chains.chain import iterate_chain
 from ckptstore.restore.restore_source import RestoreSource
 from ckptstore.restore.shard_streams import iterate_parts
 

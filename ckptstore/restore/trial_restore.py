@@ -13,7 +13,7 @@ from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.threads import workers
 from ckptstore.log.journal import Journal
 from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays
-from ckptstore.restore.chain import restore_tensors
+from ckptstore.restore.chains.chain import restore_tensors
 from ckptstore.restore.load import restore_with
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.restore_plan import Plan

@@ -56,7 +56,7 @@ class OpenTerm:
         """
         self.group = group
         self._by_agent = settings.agent
-        options = _writer_options(settings, captured, strategy, group) | {"on_metrics": reports.ended}
+        options = _writer_options(settings, captured, strategy, group) | {"on_metrics": reports.on_metrics}
         if settings.agent:
             self.writer: Writer = agent.writer(store, ref, linger_seconds=settings.linger_seconds, **options)
         else:

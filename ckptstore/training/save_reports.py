@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from ckptstore.formats.byte_text import size
-from ckptstore.write.saves.save_metrics import OnMetrics, SaveMetrics
+from ckptstore.write.saves.save_metrics import OnMetrics, PromptFunction, SaveMetrics
 
 __all__ = ["GrowthForecast", "SaveReports", "Scalars", "curves"]
 
@@ -56,8 +56,15 @@ class SaveReports:
         self._on_metrics = on_metrics
         self._board = board
 
+    @property
+    def on_metrics(self) -> OnMetrics:
+        """`ended`, for a writer's ``on_metrics``. Only the caller's own function or board needs a thread for it."""
+        if self._on_metrics is None and self._board is None:
+            return PromptFunction(self.ended)
+        return self.ended
+
     def ended(self, metrics: SaveMetrics) -> None:
-        """One save has ended (`Store.writer`'s `on_metrics`)."""
+        """One save has ended."""
         _LOG.debug(
             "step %d: %s, %d of %d bytes, stall %.4f s, durable after %.3f s, lag %d",
             metrics.step, metrics.kind or f"not saved ({metrics.error})", metrics.stored, metrics.nbytes,

@@ -224,15 +224,18 @@ def _read_chunks(
     encoded = sum(count for count, (codec, _) in zip(counts, codecs, strict=True) if codec != RAW)
     decoded = iter(read_hashes(columns.pop("decoded", None), encoded, f"{where}: decoded"))
     rows = zip(accumulate(lengths, initial=extent[0]), lengths, strict=False)  # the last sum is the end of the payload
-
-    def chunk(codec: str, logical: int, name: str) -> Chunk:
-        offset, length = next(rows)
-        hashed = next(stored) if length else _HASH_OF_NOTHING
-        if codec == RAW and length != logical:
-            raise CorruptSegmentError(f"{where}: tensor {name!r:.200}: {length} raw bytes of a chunk of {logical}")
-        return Chunk(offset, length, logical, hashed, hashed if codec == RAW else next(decoded))
-
-    return [
-        tuple(chunk(codec, logical, spec.name) for _, logical in chunk_extents(spec.nbytes))
-        for spec, (codec, _) in zip(specs, codecs, strict=True)
-    ]
+    found = []
+    for spec, (codec, _) in zip(specs, codecs, strict=True):
+        own = []
+        for _, logical in chunk_extents(spec.nbytes):
+            offset, length = next(rows)
+            hashed = next(stored) if length else _HASH_OF_NOTHING
+            if codec != RAW:
+                own.append(Chunk(offset, length, logical, hashed, next(decoded)))
+            elif length == logical:
+                own.append(Chunk(offset, length, logical, hashed, hashed))
+            else:
+                what = f"{where}: tensor {spec.name!r:.200}"
+                raise CorruptSegmentError(f"{what}: {length} raw bytes of a chunk of {logical}")
+        found.append(tuple(own))
+    return found

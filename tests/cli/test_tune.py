@@ -144,6 +144,10 @@ def test_from_a_store_with_parallel_recovery(ckpt: Run, trained: Path) -> None:
     measured = found["measured"]
     assert found["job"]["merge_batch"] == pytest.approx(measured["merge_batch"] + measured["replay_diff"])
     assert found["job"]["replay_diff"] == 0
+    given = ["--merge-time", "80ms", "--recovery", "parallel", "--json"]
+    found = ckpt("tune", "wasted-time", "--from", trained, "--mtbf", "1h", *given).json
+    assert found["job"]["merge_batch"] == 0.08, "as given, without the time that the store takes to replay a diff"
+    assert found["sources"]["merge_batch"] == "given"
 
 
 def test_from_a_store_without_diffs(ckpt: Run, pristine: Path) -> None:

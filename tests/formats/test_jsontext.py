@@ -159,6 +159,17 @@ def test_a_number_beyond_a_double_is_refused(number: str) -> None:
         load(number.encode())
 
 
+def test_long_numbers_are_found_wherever_they_begin() -> None:
+    """Only every 17th byte of a text is looked at first."""
+    three_parts = "1" * 1433 + "." + "1" * 1434 + "e-" + "1" * 1434
+    for before in range(40):
+        text = '["' + "x" * before + '",'
+        with pytest.raises(FormatError, match=r"a number of 4301 digits, at most 4300 are allowed"):
+            load(f"{text}{three_parts}]".encode())
+        with pytest.raises(FormatError, match="beyond a double's range"):
+            load(f"{text}{'9' * 309}.0]".encode())
+
+
 @pytest.mark.parametrize("number", ["1e-999", "1e308", "0." + "0" * 400 + "1", "1" * 300 + ".5"])
 def test_a_number_within_a_double_is_load(number: str) -> None:
     assert load(number.encode()) == float(number)

@@ -204,7 +204,7 @@ import ckptstore
 with ckptstore.open(sys.argv[1]).writer() as writer:
     writer.save({"x": np.zeros(3)}, 1)
 ours = {name.removeprefix("ckptstore.") for name in sys.modules if name.startswith("ckptstore.")}
-print("formats.codecs" in ours, "formats.optim" in ours, "restore.chain" in ours)
+print("formats.codecs" in ours, "formats.optim" in ours, "restore.chains.chain" in ours)
 assert len(ours) < 180, sorted(ours)
 """
 

@@ -20,7 +20,7 @@ from ckptstore.formats.history import record_text
 from ckptstore.formats.history.records import NO_SLOT
 from ckptstore.formats.segment_files.shards import name_of, state_parts
 from ckptstore.formats.states.state import tensor_names
-from ckptstore.restore.assembly import held_by, tree_of
+from ckptstore.restore.chains.assembly import held_by, tree_of
 from ckptstore.segments.segment_reader import SegmentReader
 from ckptstore.store import Store
 

@@ -24,7 +24,7 @@ from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.codecs import Derive, Sub, Xor
 from ckptstore.formats.segment_files.shards import state_parts
 from ckptstore.maintenance.merge import merge
-from ckptstore.restore.chain import iterate_chain
+from ckptstore.restore.chains.chain import iterate_chain
 from ckptstore.restore.open_checkpoint import opened
 from ckptstore.write.policy.delta_interval import RestoreBound
 from ckptstore.write.policy.delta_options import DeltaOptions

@@ -72,7 +72,7 @@ def test_deep_decodes_it(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
         raise ckptstore.CorruptSegmentError("it decodes to something else")
 
     monkeypatch.setattr("ckptstore.maintenance.verify.deep_verify.check_decoded", differs)
-    monkeypatch.setattr("ckptstore.restore.chain.check_decoded", differs)
+    monkeypatch.setattr("ckptstore.restore.chains.chain.check_decoded", differs)
     report = store.verify("4@1", deep=True)
     assert "decodes to something else" in report.damage[0].what
     assert report.lost == ("4@1",)

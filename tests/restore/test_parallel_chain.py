@@ -19,7 +19,7 @@ from ckptstore.formats import codecs
 from ckptstore.formats.checksums import chunk_hash
 from ckptstore.formats.codecs import Policy
 from ckptstore.formats.segment_files.segment import TensorEntry
-from ckptstore.restore import chain
+from ckptstore.restore.chains import chain
 from ckptstore.write import delta_encoding
 
 

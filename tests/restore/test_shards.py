@@ -21,8 +21,9 @@ from ckptstore.formats.segment_files.shards import shard_key
 from ckptstore.host.buffers import Staging
 from ckptstore.host.threads import workers
 from ckptstore.maintenance.verify import deep_verify
-from ckptstore.restore import box_reads, chain, replay, shard_streams, stored_base
+from ckptstore.restore import box_reads, shard_streams, stored_base
 from ckptstore.restore.box_reads import BoxRead, MemorySink, fill, jobs_of
+from ckptstore.restore.chains import chain, replay
 from ckptstore.restore.open_checkpoint import opened
 from ckptstore.restore.stored_base import open_base
 from tests.forms import short_or

@@ -236,7 +236,7 @@ def test_every_kind_is_found_in_the_tree() -> None:
         ("formats/kernel_choice.py", "Hot._compared", "kernel"),
         ("formats/kernel_choice.py", "_same", "kernel"),
         ("formats/optim/step_settings.py", "Reader.names", "bounds"),
-        ("ckptstore/restore/chain_link.py", "check_decoded", "checksum"),
+        ("ckptstore/restore/chains/chain_link.py", "check_decoded", "checksum"),
         ("ckptstore/tiers/remote_check.py", "_check_slot", "fence"),
         ("ckptstore/agent/client/agent_link.py", "AgentLink.ask", "fence"),
         ("ckptstore/agent/client/open_agent_writer.py", "_Opener._fits", "fence"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,26 @@ def test_a_run_without_rules_says_so_at_its_first_save(tmp_path: Path, caplog: p
     store.keep("last:2", take_over=True)
     trained(tmp_path / "ruled", 2)
     assert said() == []
+
+
+def test_only_the_caller_s_own_function_needs_a_thread(tmp_path: Path) -> None:
+    """Two threads beside the caller's take part in a save: one writes, one commits."""
+    seen: list[set[str]] = []
+
+    def names(metrics: SaveMetrics) -> None:
+        seen.append({thread.name.rstrip("_0123456789") for thread in threading.enumerate()})
+
+    model = torch.nn.Linear(8, 8)
+    for on_metrics in (None, names):
+        with Checkpointer(tmp_path / "run", model=model, strategy="full", on_metrics=on_metrics) as checkpointer:
+            checkpointer.resume()
+            checkpointer.step()
+            checkpointer.wait()
+            names(metrics(1, "full", 1))
+    without, *_, with_function = seen
+    taking_part = {"ckptstore-persist", "ckptstore-commit", "ckptstore-metrics"}
+    assert without & taking_part == {"ckptstore-persist", "ckptstore-commit"}
+    assert with_function & taking_part == taking_part
 
 
 def test_extra_belongs_to_the_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

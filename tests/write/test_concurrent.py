@@ -7,6 +7,7 @@ import time
 import uuid
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ckptstore.host.arenas import LEAST
 from ckptstore.log import requests
 from ckptstore.log.change import CatalogChange
 from ckptstore.store import Store
+from ckptstore.write.saves.save_metrics import Meter, PromptFunction
 from tests.write.medium import MIB, Medium, check, weights
 
 
@@ -333,3 +335,37 @@ def test_a_small_state_needs_few_threads_and_a_large_one_gets_them(
         assert threading.active_count() - before > most
     for step in range(1, 5):
         assert (store.load(step, framework="numpy")["w"] == step).all()
+
+
+def test_a_prompt_function_is_called_for_one_save_after_the_other(store: ckptstore.Store) -> None:
+    told: list[int] = []
+    running: list[int] = []
+
+    def observe(metrics: ckptstore.SaveMetrics) -> None:
+        running.append(metrics.step)
+        assert len(running) == 1
+        time.sleep(0.001)
+        told.append(metrics.step)
+        running.pop()
+
+    with store.writer(max_in_flight=4, poll_seconds=None, on_metrics=PromptFunction(observe)) as writer:
+        for step in range(1, 40):
+            writer.save_async({"w": np.full(16, step)}, step)
+    assert sorted(told) == list(range(1, 40))
+
+
+def test_a_save_that_ends_inside_a_prompt_function_waits_for_nobody() -> None:
+    """A signal handler saves, and interrupts the thread that reports."""
+    told: list[int] = []
+
+    def observe(metrics: SaveMetrics) -> None:
+        if metrics.step == 1:
+            meter.tell(replace(metrics, step=2))
+            assert told == []
+        told.append(metrics.step)
+
+    meter = Meter(PromptFunction(observe))
+    thread = threading.Thread(target=meter.tell, args=[SaveMetrics(1, "full", 8, 8, 0.0, 0.0, 0.0, 1, 0)], daemon=True)
+    thread.start()
+    thread.join(10)
+    assert told == [1, 2]

@@ -202,7 +202,7 @@ def test_wrong_bases_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The result is compared with the saved state, not only the stored bytes."""
     states = trajectory(2)
     store = fill(tmp_path / "store", states, 1)
-    from ckptstore.restore import chain_link
+    from ckptstore.restore.chains import chain_link
 
     original = chain_link.read_payload
 

@@ -17,7 +17,7 @@ import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, Update
 from ckptstore.formats import optim
 from ckptstore.host import sigterm
-from ckptstore.restore.replay import Program
+from ckptstore.restore.chains.replay import Program
 from ckptstore.store import verify
 from ckptstore.write.capture.snapshot import SnapshotPool
 from tests.store.states import same

@@ -158,6 +158,14 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"ckptstore/training/resume/{name}.py": _some("resume_changes", "checkpointer", "resume_properties")
         for name in ("module_fit", "optimizer_fit", "parameter_match", "part_fit", "resume_checks", "schedules")
     },
+    "ckptstore/training/loaders/prepared_batches.py": ("tests/integrations/test_accelerate.py",),
+    "ckptstore/training/layerwise/*": _some("layerwise"),
+    "ckptstore/training/replica/*": _some("sparse_replica", "checkpointer_replica", "device_replica"),
+    "ckptstore/training/optimizers/queued_entries.py": _some("topk", "sparse_replica", "device_replica"),
+    "ckptstore/training/optimizers/*": _some("topk", "planned_state", "torch_optimizers", "checkpointer"),
+    "ckptstore/training/retention.py": _some("rules_beside_a_run", "checkpointer"),
+    "ckptstore/training/save_reports.py": _some("slow_saves", "checkpointer"),
+    "ckptstore/training/settings.py": _some("checkpointer", "checkpointer_replica", "save_pace"),
     "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
     "ckptstore/maintenance/merge/*": _some(
         "diff_merge", "merging_diffs", "hostile_segments", "compaction", "rebuilding"
@@ -256,10 +264,12 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/write/writer_opening.py": _some("warnings_as_errors", "writer", "rollback", "diffs", "misuse"),
     **{
         f"ckptstore/{name}.py": _some("diff_damage", "hostile_segments", "diffs", "crafted_stores")
-        for name in ("restore/replay", "restore/chain_link", "write/steps/*")
+        for name in ("restore/chains/replay", "restore/chains/chain_link", "write/steps/*")
     },
-    "ckptstore/restore/assembly.py": _some("crafted_stores", "diff_damage", "hostile_segments", "diffs", "fallback"),
-    "ckptstore/restore/chain.py": _some("damage", "deltas*", "diff_damage", "parallel_chain", "shards"),
+    "ckptstore/restore/chains/assembly.py": _some(
+        "crafted_stores", "diff_damage", "hostile_segments", "diffs", "fallback"
+    ),
+    "ckptstore/restore/chains/chain.py": _some("damage", "deltas*", "diff_damage", "parallel_chain", "shards"),
     "ckptstore/restore/resident_checkpoint.py": _some("following", "handover"),
     "ckptstore/restore/stored_parts.py": _some("shards", "shards_in_use"),
     "ckptstore/restore/restore_plan.py": (*_some("store"), *_LOG),

@@ -13,8 +13,8 @@ from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.records import CheckpointEntry, Encoding, SegmentEntry
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.progress import Advance
-from ckptstore.restore.assembly import held_by, tree_of
-from ckptstore.restore.chain import restore_tensors
+from ckptstore.restore.chains.assembly import held_by, tree_of
+from ckptstore.restore.chains.chain import restore_tensors
 from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened_readers
 from ckptstore.restore.restore_plan import Plan
 from ckptstore.restore.stored_parts import described_state

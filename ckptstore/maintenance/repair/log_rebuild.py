@@ -12,7 +12,7 @@ from ckptstore.formats.history.records import CheckpointEntry, Encoding, Node, r
 from ckptstore.formats.segment_files.shards import name_of
 from ckptstore.maintenance.repair.segment_descriptions import SegmentDescription
 from ckptstore.maintenance.verify.verify_findings import is_bad_medium
-from ckptstore.restore.assembly import held_by, tree_of
+from ckptstore.restore.chains.assembly import held_by, tree_of
 from ckptstore.restore.stored_parts import described_state
 from ckptstore.segments.segment_reader import SegmentReader
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from ckptstore.formats.segment_files.layout import chunk_count
 from ckptstore.maintenance.verify.encoding_trees import Branch
-from ckptstore.restore.assembly import Held, spec_of
-from ckptstore.restore.chain import master_of
-from ckptstore.restore.chain_link import TensorLink
-from ckptstore.restore.replay import Cell
+from ckptstore.restore.chains.assembly import Held, spec_of
+from ckptstore.restore.chains.chain import master_of
+from ckptstore.restore.chains.chain_link import TensorLink
+from ckptstore.restore.chains.replay import Cell
 
 __all__ = ["Column", "ColumnStep", "cell_of", "columns_of"]
 

@@ -28,10 +28,10 @@ from ckptstore.host.task_pool import Task, sweep
 from ckptstore.maintenance.verify.decode_groups import Column, ColumnStep, cell_of, columns_of
 from ckptstore.maintenance.verify.encoding_trees import Branch
 from ckptstore.maintenance.verify.verify_findings import Findings, edge_of
-from ckptstore.restore.assembly import Held, held_by
-from ckptstore.restore.chain import master_of
-from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded, wrong
-from ckptstore.restore.replay import Cell, take_step
+from ckptstore.restore.chains.assembly import Held, held_by
+from ckptstore.restore.chains.chain import master_of
+from ckptstore.restore.chains.chain_link import TensorLink, apply_link, check_decoded, wrong
+from ckptstore.restore.chains.replay import Cell, take_step
 from ckptstore.segments.open_files import OpenFiles
 from ckptstore.segments.segment_reader import SegmentReader
 

@@ -18,7 +18,7 @@ from ckptstore.formats.history.records import Encoding, Node, ref_of
 from ckptstore.formats.states.rank_trees import left_out, of_rank
 from ckptstore.formats.states.state import unflatten
 from ckptstore.maintenance.verify.verify_findings import Edge, Findings, edge_of
-from ckptstore.restore.assembly import Held, Spec, held_by, master_link, spec_of, tree_of
+from ckptstore.restore.chains.assembly import Held, Spec, held_by, master_link, spec_of, tree_of
 from ckptstore.restore.stored_parts import described_state
 from ckptstore.segments.segment_reader import SegmentReader
 

@@ -22,9 +22,9 @@ from ckptstore.formats.states.state import tensor_names
 from ckptstore.log.journal import Journal
 from ckptstore.maintenance.verify.verify_findings import Findings, Flaw, edge_of, is_bad_medium
 from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays, next_way
-from ckptstore.restore.assembly import Held, held_by, tree_of
-from ckptstore.restore.chain import master_of
-from ckptstore.restore.chain_link import TensorLink
+from ckptstore.restore.chains.assembly import Held, held_by, tree_of
+from ckptstore.restore.chains.chain import master_of
+from ckptstore.restore.chains.chain_link import TensorLink
 from ckptstore.restore.restore_plan import Plan
 from ckptstore.restore.trial_restore import try_restoring
 from ckptstore.segments.segment_reader import SegmentReader

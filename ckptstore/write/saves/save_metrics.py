@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
 
-__all__ = ["Meter", "OnMetrics", "SaveMeasurement", "SaveMetrics"]
+__all__ = ["Meter", "OnMetrics", "PromptFunction", "SaveMeasurement", "SaveMetrics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,20 @@ class SaveMetrics:
 
 OnMetrics: TypeAlias = Callable[[SaveMetrics], object]
 """Called once for each save, by a thread of the writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFunction:
+    """A function for `on_metrics` that returns at once and calls no writer.
+
+    The thread that ends a save calls it directly. Other functions are called by a thread of their own.
+    """
+
+    function: OnMetrics
+
+    def __call__(self, metrics: SaveMetrics) -> object:
+        """Call the function."""
+        return self.function(metrics)
 
 
 class SaveMeasurement:
@@ -169,8 +184,11 @@ class Meter:
         self._under_way = 0
         self._warned = False
         self._lock = threading.Lock()
+        self._unreported: deque[SaveMetrics] = deque()
+        self._reporting = threading.Lock()
         # In a separate thread: `on_metrics` may call the writer, whose own threads would wait for themselves.
-        self._thread = None if on_metrics is None else started_pool(1, "ckptstore-metrics")
+        prompt = on_metrics is None or isinstance(on_metrics, PromptFunction)
+        self._thread = None if prompt else started_pool(1, "ckptstore-metrics")
 
     @property
     def under_way(self) -> int:
@@ -193,6 +211,21 @@ class Meter:
         if self._thread is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter is ending
                 self._thread.submit(self._call_back, metrics)
+        elif self._tell is not None:
+            self._report(metrics)
+
+    def _report(self, metrics: SaveMetrics) -> None:
+        """Call a `PromptFunction` for `metrics`, or leave that to the thread that calls it now.
+
+        Nobody waits here: a signal handler may save, and wait for this writer's threads, while its own thread reports.
+        """
+        self._unreported.append(metrics)
+        while self._unreported and self._reporting.acquire(blocking=False):
+            try:
+                while self._unreported:
+                    self._call_back(self._unreported.popleft())
+            finally:
+                self._reporting.release()
 
     def _call_back(self, metrics: SaveMetrics) -> None:
         """Call `on_metrics`. Its first error is a warning."""

@@ -4,7 +4,7 @@ Each chunk of a tensor has its own chain of links; the oldest is self-contained,
 before. Threads take whole chunks: read a link, check its hash, apply it in place, read the next. The states between
 base and target never exist as a whole, and each thread needs only the memory of one payload besides the target.
 
-Tensors that one optimizer step updated together are restored together, by a `Program` (`ckptstore.restore.replay`).
+Tensors that one optimizer step updated together are restored together, by a `Program` (`replay`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import run_all, workers
-from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded, wrong
-from ckptstore.restore.parallel_chain import apply_in_parts, parts_of
-from ckptstore.restore.replay import Program
+from ckptstore.restore.chains.chain_link import TensorLink, apply_link, check_decoded, wrong
+from ckptstore.restore.chains.parallel_chain import apply_in_parts, parts_of
+from ckptstore.restore.chains.replay import Program
 
 __all__ = ["Chain", "decode_chunk", "iterate_chain", "master_of", "restore_tensors"]
 

@@ -11,9 +11,9 @@ from ckptstore.formats.history.records import Encoding, ref_of
 from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.formats.segment_files.shards import group_with_keys, key_of, with_key
 from ckptstore.formats.segment_files.step_codec import StepGroup, groups_of
-from ckptstore.restore.chain import Chain, master_of
-from ckptstore.restore.chain_link import TensorLink
-from ckptstore.restore.replay import Cell, KeptBytes, Program, ReplayStage
+from ckptstore.restore.chains.chain import Chain, master_of
+from ckptstore.restore.chains.chain_link import TensorLink
+from ckptstore.restore.chains.replay import Cell, KeptBytes, Program, ReplayStage
 from ckptstore.segments.segment_reader import SegmentReader
 
 __all__ = ["Held", "Spec", "assemble", "held_by", "master_link", "spec_of", "tree_of"]
@@ -185,8 +185,7 @@ class _Requirements:
                 members = [self.held[number][member] for member in link.group.names]
                 cells = tuple(Cell(member.tensor.name, *spec_of(member.tensor)) for member in members)
                 self.work[number, link.group.leader] = cells
-                for other in cells[1:]:
-                    self.join(cells[0], other)
+                self.join(cells)
                 waiting += [(member.tensor.name, number - 1, member) for member in members]
                 continue
             if (number, name) in self.work:
@@ -203,8 +202,11 @@ class _Requirements:
             self.parents[cell], cell = top, parent
         return top
 
-    def join(self, one: Cell, other: Cell) -> None:
-        self.parents[self.find(one)] = self.find(other)
+    def join(self, cells: Sequence[Cell]) -> None:
+        top = self.find(cells[0])
+        for cell in cells[1:]:  # most belong to `top` since the step after this one
+            if self.parents.get(cell) is not top:
+                self.parents[self.find(cell)] = top
 
 
 def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = True) -> dict[_Root, Program]:

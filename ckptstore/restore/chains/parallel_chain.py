@@ -13,7 +13,7 @@ from typing import Final
 from ckptstore.formats import codecs, kernel_choice
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.threads import run_all
-from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded
+from ckptstore.restore.chains.chain_link import TensorLink, apply_link, check_decoded
 
 __all__ = ["apply_in_parts", "parts_of"]
 

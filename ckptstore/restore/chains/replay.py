@@ -23,7 +23,7 @@ from ckptstore.formats.segment_files.layout import CHUNK, chunk_count
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.cancellable_calls import current_scope, in_scope
 from ckptstore.host.pages import BLOCK
-from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded, read_payload, wrong
+from ckptstore.restore.chains.chain_link import TensorLink, apply_link, check_decoded, read_payload, wrong
 
 __all__ = ["Cell", "KeptBytes", "Program", "ReplayStage", "take_step"]
 
