@@ -14,11 +14,11 @@ reader trusts no stored length::
     exceptions  u32 number of steps, u32 number of exceptions, piece of the steps, piece of the values less 2**b
                 (SPARSE: less 1). A step s < 255 skips s values and meets an exception; 255 skips 255 values.
 
-The zstd parameters leave almost only its Huffman coder: byte planes of numbers have no matches, and searching for them
-takes nine tenths of the time. Huffman codes take at least one bit per value. Packing several small values into one
-symbol brings skewed planes down to their entropy. Packing nests, at most ``DEPTH`` deep. Exceptions are stored with
-their positions, not as an escape among the packed values: finding escapes in a plane takes longer than everything else,
-and the information is the same.
+Byte planes of numbers have no matches. So frames have only Huffman-coded literals (``literals``), unless a sample shows
+matches. Then zstd makes them, with parameters that leave it little else than its Huffman coder. Huffman codes take at
+least one bit per value. Packing several small values into one symbol brings skewed planes down to their entropy.
+Packing nests, at most ``DEPTH`` deep. Exceptions are stored with their positions, not as an escape among the packed
+values: finding escapes in a plane takes longer than everything else, and the information is the same.
 """
 
 from __future__ import annotations
