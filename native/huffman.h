@@ -241,7 +241,7 @@ static void NAME(plan_literals)(const u8 *values, size_t count, struct literals 
         size += block->streams[k];
     }
     block->head = count < 1 << 10 ? 3 : count < 1 << 14 ? 4 : 5;
-    if (block->head + size + 1 >= count || block->streams[0] > 65535 || block->streams[1] > 65535 ||
+    if (block->head + size + 1 >= count - count / 64 || block->streams[0] > 65535 || block->streams[1] > 65535 ||
         block->streams[2] > 65535)
         return;
     block->kind = 2;

@@ -44,7 +44,7 @@ static size_t number_of(struct reader *r)
 
 static u8 *reserved(struct reader *r, size_t bytes)
 {
-    size_t at = (r->used + 63) & ~(size_t)63;
+    size_t at = ((r->used + 63) & ~(size_t)63) + 5 * 64; /* arrays a power of two apart share places in the cache */
     if (r->failed || at > r->size || bytes > r->size - at) {
         r->failed = 1;
         return NULL;

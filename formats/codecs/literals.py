@@ -1,9 +1,9 @@
 """Bytes as a zstd frame that has only Huffman-coded literals (RFC 8878): any zstd decoder reads it.
 
-The planes of numbers have no matches. zstd's compressor searches for some nevertheless, takes some that cost more than
-they save, and leaves a block as it is if codes save less than 1.6 %. Here a block of 128 KiB has its own table of
-codes, four streams, and no sequences. A block is stored as it is if that is not larger, and as one byte if all its
-bytes are equal.
+The planes of numbers have no matches. zstd's compressor searches for some nevertheless, and takes some that cost more
+than they save. Here a block of 128 KiB has its own table of codes, four streams, and no sequences. A block is stored as
+it is if codes save less than a byte in 64 (decoding takes longer than reading these), and as one byte if all its bytes
+are equal.
 
 numpy and C make the same bytes. So everything that could be done in several ways is fixed here: which of two equally
 frequent subtrees is merged first, how codes longer than 11 bits are avoided, and how counts of weights are rounded.
@@ -119,7 +119,7 @@ def _block(values: Bytes) -> tuple[int, int, bytes]:
     sizes = [(int(lengths[part].sum(dtype=np.int64)) + 8) // 8 for part in parts]  # with the bit that ends a stream
     size = len(tree) + 6 + sum(sizes)
     head, step = (3, 10) if count < 1 << 10 else (4, 14) if count < 1 << 14 else (5, 18)
-    if head + size + 1 >= count or max(sizes[:3]) > 65535:
+    if head + size + 1 >= count - count // 64 or max(sizes[:3]) > 65535:
         return kept
     body = (_CODED | (head - 2) << 2 | count << 4 | size << 4 + step).to_bytes(head, "little") + tree
     body += struct.pack("<3H", *sizes[:3]) + b"".join(_stream(part, lengths, codes) for part in parts) + b"\0"
