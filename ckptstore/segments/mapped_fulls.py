@@ -37,7 +37,7 @@ __all__ = ["MappedSegment", "MappedState", "map_segments", "regions_of", "write_
 
 _PIECE: Final = 1 << 20
 _SLACK: Final = 64 << 10
-"""Bytes by which a header may grow after its segment was opened: the state's values change."""
+"""A header may grow by this many bytes and a quarter after its segment was opened: the state's values change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class MappedState(LaidOutState):
 def map_segments(
     backend: Backend, flat: FlatState, draft: SegmentDoc, limit: int | None = None
 ) -> tuple[MappedSegment, ...] | None:
-    """Open the segments of a full of a state like `flat`, and map them; None: the medium cannot map segments.
+    """Open and map the segments of a full of the tensors of `flat`; None: the medium cannot map segments.
 
     Args:
-        draft: their document, approximately; see `packed_segments.drafts`.
+        draft: their document as it is now, which may still grow; see `packed_segments.drafts`.
         limit: maximum bytes of tensors per segment; None: what the medium prefers.
 
     Raises:

@@ -359,7 +359,7 @@ class UpkeepMethods(StoreHandle):
             what the copy has now, and what this call copied.
 
         Raises:
-            UsageError: the target is something else, lies in this store, or a writer continued it on its own.
+            UsageError: the target is something else, is in this store, or a writer continued it on its own.
             CheckpointNotFoundError: no checkpoint matches a REF.
             CorruptionError: this store is damaged (`repair` copies what is intact).
             ReadOnlyError, StorageError: a medium failed, or cannot be written.

@@ -40,7 +40,7 @@ class CheckpointerOptions(TypedDict, total=False):
             script loads them itself before `resume`, which compares their bits with those that the run had. Frozen
             weights that change during the run are stored from then on. None (default): everything is stored; frozen
             weights once, unless ``strategy="full"`` was asked for.
-        compressor: a `TopKHook`. Step diffs store its sparse gradients, and a replica is sent them alone.
+        compressor: a `TopKHook`. Step diffs store its sparse gradients, and a replica gets only these.
         save_every: optimizer steps from one checkpoint to the next (default 1), or a
             `ckptstore.tuning.IntervalController`, which chooses the interval so that saves slow training down by no
             more than its limit. ``continuous``: a save begins as soon as the one before is durable. Leaving the
@@ -150,7 +150,7 @@ class SaveSettings:
         if self.compact is not None and not isinstance(self.compact, CompactOptions):
             raise UsageError(f"compact: {self.compact!r:.80}; it takes CompactOptions, as compact=CompactOptions()")
         if self.agent and self.compact is not None:
-            raise UsageError("compact: not with agent=True; run `ckpt compact` beside it")
+            raise UsageError("compact: cannot be combined with agent=True; run `ckpt compact` in another process")
         if seconds("linger_seconds", self.linger_seconds) is None:
             raise UsageError("linger_seconds: a number of seconds is needed")
         if self.tensorboard is not None and not callable(getattr(self.tensorboard, "add_scalar", None)):

@@ -122,7 +122,7 @@ class Committer(Commits):
                 self._deltas.torn()
             raise
         job.done.set_result(info)
-        return kept and stage.snapshot is not None  # an arriving state lies in memory of the deltas
+        return kept and stage.snapshot is not None  # an arriving state is in memory of the deltas
 
     def _store_copied(self, job: SaveJob, stage: Stage, progress: Progress | None) -> bool:
         """Copy a step from training's own tensors and store it: the next step is compressed against the copy."""
@@ -316,7 +316,7 @@ class Committer(Commits):
         tell_what_holds_space(error, lambda: self.log.catalog, self.log.journal.backend)
 
     def take_in(self, term: int, change: CatalogChange) -> Outcome:
-        """Commit a change that was made for `term` beside the saves -> the outcome."""
+        """Commit a change that was made for `term` during the saves -> the outcome."""
         if self.ended is not None:
             raise self.ended
         if term != self.log.number:

@@ -165,7 +165,7 @@ def short_of_space(catalog: Catalog, free: Callable[[], int | None]) -> bool:
     if len(catalog.held) <= len(catalog.checkpoints):
         return False
     newest, left = catalog.latest(), free()
-    # Prevents: a save that fails as a full, though a step diff or delta would fit. The chain goes only after the full.
+    # Prevents: a save that fails as a full, though a step diff or delta would fit. The chain is deleted only after it.
     return newest is not None and left is not None and newest.nbytes <= left < _FULLS * newest.nbytes
 
 

@@ -66,7 +66,7 @@ def open_writer(
         about["environment"] = dict(environment)
     about["asked"] = parent is not None
     with _end_term_on_error() as begun, WarningsLast():
-        term, info = _begin(journal, _parent_chooser(parent, after, anything=True), about, opener)
+        term, info = _begin(journal, _parent_chooser(parent, after, may_be_none=True), about, opener)
         begun.append(term)
         _note_rules(term, options.keep)
         own = term.journal
@@ -161,7 +161,7 @@ class TermOpener:
         """
         about = {**self._about, "asked": parent is not None}
         with _end_term_on_error() as begun, WarningsLast():
-            term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), about)
+            term, info = _begin(journal, _parent_chooser(parent, after, may_be_none=after is None), about)
             begun.append(term)
             _note_rules(term, self._keep)
             self._keep = None  # a later rollback keeps the rules that are set by then
@@ -171,13 +171,13 @@ class TermOpener:
 
 
 def _parent_chooser(
-    parent: str | int | CheckpointInfo | None, after: int | None = None, *, anything: bool = False
+    parent: str | int | CheckpointInfo | None, after: int | None = None, *, may_be_none: bool = False
 ) -> Callable[[Catalog], CheckpointId | None]:
     """A function that looks the parent up in the catalog on which the OPEN is built: it must be live there.
 
     Args:
         after: the term that must be the newest there; None: any term.
-        anything: ``latest`` means no parent if there is no checkpoint; if False, that is an error.
+        may_be_none: ``latest`` means no parent if there is no checkpoint; if False, that is an error.
     """
 
     def choose(catalog: Catalog) -> CheckpointId | None:
@@ -192,7 +192,7 @@ def _parent_chooser(
                 raise CheckpointNotFoundError(f"{parent.ref} is another checkpoint now: the store was replaced")
             return found.id
         wanted = refs.parsed(catalog, parent)
-        if wanted.is_latest and anything:
+        if wanted.is_latest and may_be_none:
             latest = catalog.latest()
             return None if latest is None else latest.id
         return refs.resolve(catalog, wanted).id
@@ -241,7 +241,7 @@ def _openings_between(catalog: Catalog, parent: CheckpointId, term: int) -> list
 
 
 def _warn_of_fresh_start(term: Term) -> None:
-    """Warn if the term begins from nothing, though the caller did not ask for that and the store has checkpoints."""
+    """Warn if the term starts from scratch, though the caller did not ask for that and the store has checkpoints."""
     if not term.catalog.checkpoints:
         return
     before = term.catalog.terms.get(term.number - 1)
@@ -249,7 +249,7 @@ def _warn_of_fresh_start(term: Term) -> None:
         return  # that term gave the warning, if there was a reason
     newest = ref_of(max(term.catalog.checkpoints))
     warn(
-        f"{term.journal.url}: term {term.number} begins from nothing, because the term before it does and holds no "
+        f"{term.journal.url}: term {term.number} starts from scratch, as the previous term did, which holds no "
         f"checkpoint; the newest of earlier terms is {newest}: to continue from it close this writer, and open one "
         f"with parent={newest!r}",
         FreshStartWarning,
@@ -257,7 +257,7 @@ def _warn_of_fresh_start(term: Term) -> None:
 
 
 def _warn_of_lost_beginning(term: Term) -> None:
-    """Warn if the last run also began from nothing, and was killed before its first checkpoint."""
+    """Warn if the last run also started from scratch, and was killed before its first checkpoint."""
     number = max((one.term for one in _trainings(term.catalog) if one.term < term.number), default=None)
     if number is not None and (before := term.catalog.terms[number]).parent is None:
         _warn_of_lost_term(term.catalog, before, None)
@@ -285,14 +285,14 @@ def _warn_of_lost_term(catalog: Catalog, before: TermEntry, parent: CheckpointId
     """Warn that a killed term has left no checkpoint, if steps may have waited for a batch in it.
 
     Args:
-        parent: the checkpoint that it and this term continue from; None: both begin from nothing.
+        parent: the checkpoint that it and this term continue from; None: both start from scratch.
     """
     if "batch" not in before.writer or before.extra.get(CLOSED):
         return
     if catalog.checkpoints.highest(before.term) is not None:
         return  # going back on purpose
     steps = "" if parent is None else f" ({parent.step + 1} and following)"
-    what = "begins from nothing" if parent is None else f"continues from {parent.ref}"
+    what = "starts from scratch" if parent is None else f"continues from {parent.ref}"
     warn(
         f"term {before.term} ended without closing, before its first checkpoint was durable: no step that it computed"
         f"{steps} is in the store; training {what}",

@@ -259,7 +259,7 @@ class WriterRuntime(Writer):
         assert self._polls is not None
         self._polls.stop()
 
-    # -- background work beside the saves
+    # -- background work
 
     def accompany(self, companion: Companion) -> None:
         """Attach background work until this is closed; the metrics of each save say whether it was active."""

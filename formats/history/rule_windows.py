@@ -99,7 +99,7 @@ class RuleWindow(ABC):
 
 
 class _Highest(RuleWindow):
-    """``last:N`` and the ranking of ``best:NAME:N``: the N highest of the line. Of equal ones the newer is kept."""
+    """``last:N`` and the ranking of ``best:NAME:N``: the N highest of the line. If two are equal, the newer is kept."""
 
     def __init__(self, count: int, value: Callable[[int, Mapping[str, Any]], float | None]) -> None:
         """

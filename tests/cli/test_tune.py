@@ -185,9 +185,9 @@ def test_a_plot(ckpt: Run, tmp_path: Path) -> None:
     [
         (["--mtbf", "1h"], "missing: --full-bytes, --bandwidth, --iteration-time, --merge-time or --replay-time"),
         (["--paper", "--from", "x"], "--from and --paper"),
-        (["--paper", "--mtbf", "5"], "'5' is no time: write 500ms"),
+        (["--paper", "--mtbf", "5"], "'5' is not a time: write 500ms"),
         (["--paper", "--bandwidth", "1Gb/s"], "bits or bytes"),
-        (["--paper", "--full-bytes", "big"], "'big' is no size"),
+        (["--paper", "--full-bytes", "big"], "'big' is not a size"),
         (["--paper", "--mtbf", "0s"], "mtbf: 0, more than 0"),
         (["--paper", "--bandwidth", "0GB/s"], "bandwidth: 0, more than 0"),
         (["--paper", "--merge-time", "0s"], "applying diffs costs nothing"),

@@ -306,7 +306,7 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
         StepCheckpoint(store).setup(FakeTrainer(FSDPStrategy()), None, "fit")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="every="):
         StepCheckpoint(store, save_every=2)
-    with pytest.raises(UsageError, match="this name is the trainer's"):
+    with pytest.raises(UsageError, match="this name is reserved"):
         StepCheckpoint(store, extra={"lightning": torch.Generator()})
     assert lines(tmp_path / "losses") == []
 

@@ -1,4 +1,4 @@
-"""Compaction of real stores: every kind of chain, beside a live writer, with damage, on every medium."""
+"""Compaction of real stores: every kind of chain, with a live writer, with damage, on every medium."""
 
 from __future__ import annotations
 

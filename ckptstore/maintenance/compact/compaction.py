@@ -1,4 +1,4 @@
-"""Plans a compaction and makes its moves one by one, beside a live writer or in its place (``compact``).
+"""Plans a compaction and makes its moves one by one, through a live writer or in its place (``compact``).
 
 Each move is one record (`move_execution`). After a kill, the next call plans again and makes the remaining moves.
 """

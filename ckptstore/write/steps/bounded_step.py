@@ -250,9 +250,9 @@ class ArrivingStep:
             if coded is None:
                 self._choices.learn_fit(one.leader, False)
                 self._overflow = True  # jobs that have not begun compress nothing
-                for _ in results:
+                for _ in results:  # wait for those that have begun: they read memory that the caller reuses
                     pass
-                raise TooLongError(f"step {self._step}: {one.leader!r} is not coded to less than it is")
+                raise TooLongError(f"step {self._step}: {one.leader!r} does not become smaller by encoding")
             yield coded
 
     def _look(self, one: Joined, stored: int) -> None:
