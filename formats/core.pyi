@@ -4,6 +4,7 @@ Kernels without a docstring have the arguments of the numpy kernel of their name
 size, overlap, or may not be written, or numbers out of range.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy.typing as npt
@@ -28,6 +29,34 @@ def take_exceptions(values: _Array, limit: int, where: _Array, rest: _Array, ste
 def put_exceptions(stepped: _Array, greater: _Array, limit: int, out: _Array, /) -> bool: ...
 def survey(values: _Array, n_log_n: _Array, /) -> tuple[int, int, int]: ...
 def survey_packed(values: _Array, bits: int, n_log_n: _Array, /) -> tuple[int, int, int, int]: ...
+def literals(values: _Array, out: _Array, /) -> int: ...
+def read_literals(frame: _Array, out: _Array, /) -> bool:
+    """Whether a frame has only literals, as many as `out`, which receives them."""
+
+def write_group(
+    words: _Array,
+    level: int,
+    nested: bool,
+    n_log_n: _Array,
+    space: _Array,
+    out: _Array,
+    compress: Callable[[int, bytes], bytes],
+    /,
+) -> int:
+    """Return the group's bytes. ``compress`` makes zstd frames."""
+
+def read_group(
+    data: _Array,
+    at: int,
+    how: int,
+    base: _Array,
+    out: _Array,
+    space: _Array,
+    decompress: Callable[[bytes, int], bytes],
+    /,
+) -> int:
+    """Return the position behind the group; -1: it is damaged. ``decompress`` decodes zstd frames that have matches."""
+
 def classify(base: _Array, shift: int, low: int, high: int, out: _Array, counts: _Array, /) -> None:
     """Write the labels and the counts (i8, four rows of one number for each class)."""
 
@@ -57,6 +86,98 @@ def second_moment(
 def move(
     divide: bool, weight: _Array, first: _Array, second: _Array, shrink: float, root: float, eps: float, rate: float, /
 ) -> None: ...
+def write_adam(
+    weight: _Array,
+    first: _Array,
+    second: _Array,
+    new_weight: _Array,
+    new_first: _Array,
+    new_second: _Array,
+    divide: bool,
+    inverse: float,
+    beta2: float,
+    weight2: float,
+    shrink: float,
+    root: float,
+    eps: float,
+    rate: float,
+    level: int,
+    n_log_n: _Array,
+    space: _Array,
+    out: _Array,
+    compress: Callable[[int, bytes], bytes],
+    /,
+) -> int:
+    """Return the bytes of a block of the encoding ``predicted``."""
+
+def read_adam(
+    data: _Array,
+    at: int,
+    weight: _Array,
+    first: _Array,
+    second: _Array,
+    divide: bool,
+    inverse: float,
+    beta2: float,
+    weight2: float,
+    shrink: float,
+    root: float,
+    eps: float,
+    rate: float,
+    space: _Array,
+    decompress: Callable[[bytes, int], bytes],
+    /,
+) -> int:
+    """Take a step of the encoding ``predicted`` in place. Return the position behind the block, or -1."""
+
+def step_adam(
+    weight: _Array,
+    first: _Array,
+    second: _Array,
+    gradient: _Array,
+    variant: int,
+    near: bool,
+    maximize: bool,
+    scales: _Array,
+    share: float,
+    beta2: float,
+    weight2: float,
+    shrink: float,
+    root: float,
+    eps: float,
+    rate: float,
+    /,
+) -> None:
+    """Take a step of Adam in place, with a gradient in fp32 or bf16."""
+
+def write_replayed(
+    weight: _Array,
+    first: _Array,
+    second: _Array,
+    new_weight: _Array,
+    new_first: _Array,
+    new_second: _Array,
+    gradient: _Array,
+    variant: int,
+    near: bool,
+    maximize: bool,
+    scales: _Array,
+    share: float,
+    beta2: float,
+    weight2: float,
+    shrink: float,
+    root: float,
+    eps: float,
+    rate: float,
+    level: int,
+    n_log_n: _Array,
+    space: _Array,
+    out: _Array,
+    compress: Callable[[int, bytes], bytes],
+    /,
+) -> int:
+    """Return the bytes of the residuals of a block of the encoding ``replayed``."""
+
 def buffered(
     plain: bool,
     nesterov: bool,

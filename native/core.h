@@ -46,6 +46,16 @@ struct plane {
     size_t size;
 };
 
+/* The numbers of a step of Adam without amsgrad (formats/optim/adam.py). */
+struct adam {
+    int divide;
+    double inverse, weight2;
+    float beta2, shrink, root, eps, rate;
+    int variant, near, maximize; /* of a step with a gradient, as the following */
+    float share, scale[4];
+    size_t scales;
+};
+
 /* An array of functions has one for words of 1, 2, 4 and 8 bytes each. */
 struct loops {
     const char *name;
@@ -57,6 +67,8 @@ struct loops {
     size_t (*find[4])(const void *values, uint64_t limit, u32 *where, size_t count);
     int64_t (*take[4])(const void *values, uint64_t limit, const u32 *where, size_t found, u8 *rest, u8 *steps,
                        size_t most, void *greater, size_t count);
+    int (*exceptions[4])(const void *values, uint64_t limit, u8 *rest, u8 *steps, size_t *step_count, void *greater,
+                         size_t *found, size_t most, size_t count);
     int (*put[4])(const u8 *steps, size_t number, const void *greater, size_t found, uint64_t limit, void *out,
                   size_t count);
     void (*classify[4])(const void *base, int shift, uint64_t low, uint64_t high, u8 *labels, size_t count);
@@ -66,6 +78,8 @@ struct loops {
     void (*pack_small)(const u8 *values, int bits, u8 *out, size_t count);
     void (*unpack_small)(const u8 *packed, int bits, u8 *out, size_t count);
     void (*histogram)(const u8 *values, size_t count, uint32_t *counts);
+    size_t (*literals)(const u8 *values, size_t count, u8 *out, size_t most);
+    int (*read_literals)(const u8 *in, size_t size, u8 *out, size_t count);
     void (*to_bfloat16)(const u32 *values, u16 *out, size_t count);
     void (*to_float16)(const u32 *values, u16 *out, size_t count);
     void (*fma_scalar)(const f32 *a, float b, const f32 *c, f32 *out, size_t count);
@@ -76,6 +90,12 @@ struct loops {
                           double weight2, f32 *out, size_t count);
     void (*move)(int divide, f32 *weight, const f32 *first, const f32 *second, float shrink, float root, float eps,
                  float rate, size_t count);
+    void (*adam_differences)(const struct adam *rule, const f32 *const *old, const f32 *const *new, u32 *const *out,
+                             size_t (*missed)[2], size_t head, size_t count);
+    void (*adam_step)(const struct adam *rule, size_t item, const void *gradient, f32 *weight, f32 *first, f32 *second,
+                      size_t count);
+    void (*adam_replayed)(const struct adam *rule, size_t item, const u8 *gradient, const f32 *const *old,
+                          const f32 *const *new, u32 *const *out, size_t (*missed)[2], size_t head, size_t count);
     void (*buffered)(int plain, int nesterov, f32 *weight, f32 *buffer, const f32 *gradient, float momentum,
                      float share, float rate, size_t count);
     size_t (*missed)(const u32 *values, const u32 *predicted, size_t count);

@@ -16,7 +16,9 @@
 
 #define NAME(name) PASTE(name, of, ISA)
 #include "digest.h"
+#include "huffman.h"
 #include "scales.h"
+#include "unhuffman.h"
 #include "steps.h"
 #include "values.h"
 
@@ -33,6 +35,7 @@ static const struct loops GLUE(loops_, ISA) = {
     .combine = WIDTHS(combine),
     .find = WIDTHS(find),
     .take = WIDTHS(take),
+    .exceptions = WIDTHS(exceptions),
     .put = WIDTHS(put),
     .classify = WIDTHS(classify),
     .sort = WIDTHS(sort),
@@ -40,6 +43,8 @@ static const struct loops GLUE(loops_, ISA) = {
     .pack_small = NAME(pack_small),
     .unpack_small = NAME(unpack_small),
     .histogram = NAME(histogram),
+    .literals = NAME(literals),
+    .read_literals = NAME(read_literals),
     .to_bfloat16 = NAME(to_bfloat16),
     .to_float16 = NAME(to_float16),
     .fma_scalar = NAME(fma_scalar),
@@ -47,6 +52,9 @@ static const struct loops GLUE(loops_, ISA) = {
     .moments = NAME(moments),
     .second_moment = NAME(second_moment),
     .move = NAME(move),
+    .adam_differences = NAME(adam_differences),
+    .adam_step = NAME(adam_step),
+    .adam_replayed = NAME(adam_replayed),
     .buffered = NAME(buffered),
     .missed = NAME(missed),
     .mean_scales = NAME(mean_scales),

@@ -53,6 +53,9 @@
 #endif
 #endif
 
+#include "groups.h"
+#include "ungroups.h"
+
 static const struct loops *usable[3]; /* the best last */
 static size_t usable_count;
 static const struct loops *volatile chosen;
@@ -95,7 +98,7 @@ struct call {
     size_t array_count;
     size_t list_begin, list_end;
     long long ints[4];
-    double reals[6];
+    double reals[8];
 };
 
 static PyObject *ended(struct call *call, PyObject *result)
@@ -199,6 +202,15 @@ static int in_place(const struct array *one, const struct array *other)
     return apart(one, other) || (one->at == other->at && one->bytes == other->bytes);
 }
 
+static int all_apart(const struct call *call)
+{
+    for (size_t i = 0; i < call->array_count; i++)
+        for (size_t k = 0; k < i; k++)
+            if (!apart(&call->arrays[i], &call->arrays[k]))
+                return 0;
+    return 1;
+}
+
 static int alike(const struct array *one, const struct array *other)
 {
     return one->item == other->item && one->count == other->count;
@@ -216,6 +228,17 @@ static int floats(const struct call *call, size_t first)
 static int width(const struct array *array)
 {
     return array->item == 1 ? 0 : array->item == 2 ? 1 : array->item == 4 ? 2 : 3;
+}
+
+/* Takes the last of `all` arguments, a function, away. */
+static PyObject *function(PyObject *const *args, Py_ssize_t *number, Py_ssize_t all)
+{
+    if (*number != all)
+        return PyErr_Format(PyExc_TypeError, "%zd arguments, expected %zd", *number, all);
+    if (!PyCallable_Check(args[all - 1]))
+        return PyErr_Format(PyExc_TypeError, "the last argument must be a function");
+    --*number;
+    return args[all - 1];
 }
 
 #define BEGIN(kinds)                                                                                                   \
@@ -244,7 +267,8 @@ static int width(const struct array *array)
 #define FUNCTION(name) static PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t number)
 
 static const char SIZES[] = "arrays differ in their items or lengths", OVERLAP[] = "arrays overlap",
-                  LIMIT[] = "a limit is out of range";
+                  LIMIT[] = "a limit is out of range", LITTLE[] = "too little space",
+                  UNKNOWN[] = "an unknown level or variant";
 
 /* ----------------------------------------------------------------------------------------------- words and planes */
 
@@ -442,6 +466,96 @@ FUNCTION(survey_packed)
     return ended(&call, Py_BuildValue("kLkL", (unsigned long)exceptions, greater, (unsigned long)most, sum));
 }
 
+/* literals(values, out) */
+FUNCTION(literals)
+{
+    BEGIN("rw")
+    size_t size = 0;
+    NEED(a[0].item == 1 && a[1].item == 1, SIZES)
+    NEED(a[0].count <= MOST_LITERALS, "too many values for one frame")
+    NEED(apart(&a[0], &a[1]), OVERLAP)
+    RUN(a[0].bytes, size = loops->literals(a[0].at, a[0].count, a[1].at, a[1].count));
+    return ended(&call, PyLong_FromSize_t(size));
+}
+
+/* read_literals(frame, out): whether the frame has only literals, exactly those */
+FUNCTION(read_literals)
+{
+    BEGIN("rw")
+    int found = 0;
+    NEED(a[0].item == 1 && a[1].item == 1, SIZES)
+    NEED(apart(&a[0], &a[1]), OVERLAP)
+    RUN(a[1].bytes, found = loops->read_literals(a[0].at, a[0].count, a[1].at, a[1].count));
+    return ended(&call, PyBool_FromLong(found));
+}
+
+/* Writing calls zstd's compressor in Python for some pieces: it takes the lock only for that. */
+static PyObject *written(struct call *call, struct coder *c)
+{
+    if (c->state)
+        PyEval_RestoreThread(c->state);
+    if (PyErr_Occurred())
+        return ended(call, NULL);
+    if (c->failed)
+        return refused(call, LITTLE); /* cannot be: all of them checked it */
+    return ended(call, PyLong_FromSize_t(c->at));
+}
+
+/* write_group(words, level, nested, n_log_n, space, out, compress) */
+FUNCTION(write_group)
+{
+    PyObject *compress = function(args, &number, 7);
+    if (compress == NULL)
+        return NULL;
+    BEGIN("riirww")
+    NEED(a[0].count > 0 && a[0].count <= UINT32_MAX && a[1].item == 8 && a[1].count > SAMPLE, SIZES)
+    NEED(a[2].item == 1 && a[2].count >= 8 * a[0].bytes + SPACE, LITTLE)
+    NEED(a[3].item == 1 && a[3].count >= a[0].bytes + MARGIN, LITTLE)
+    NEED((call.ints[0] | 1) == 1, UNKNOWN)
+    NEED(all_apart(&call), OVERLAP)
+    struct coder c = {.loops = loops, .n_log_n = a[1].at, .level = (int)call.ints[0], .out = a[3].at, .most = a[3].count,
+                      .space = a[2].at, .size = a[2].count, .compress = compress};
+    c.state = a[0].bytes >= UNLOCKED ? PyEval_SaveThread() : NULL;
+    put_group(&c, a[0].at, a[0].item, a[0].count, call.ints[1] != 0);
+    return written(&call, &c);
+}
+
+static const char PAST[] = "a position after the payload";
+
+/* read_group(payload, at, how, base, out, space, decompress): the position behind the group; -1: the reference has to read it */
+FUNCTION(read_group)
+{
+    PyObject *decompress = function(args, &number, 7);
+    if (decompress == NULL)
+        return NULL;
+    BEGIN("riirww")
+    struct array *base = &a[1], *out = &a[2];
+    int how = (int)call.ints[1];
+    NEED(a[0].item == 1 && out->count > 0 && out->count < UINT32_MAX, SIZES)
+    NEED(a[3].item == 1 && a[3].count >= 6 * out->bytes + SPACE, LITTLE)
+    NEED(call.ints[0] >= 0 && (unsigned long long)call.ints[0] <= a[0].count, PAST)
+    NEED(call.ints[1] >= PUT && call.ints[1] <= XOR, "an unknown operation")
+    NEED(apart(&a[0], out) && apart(&a[0], &a[3]) && apart(out, &a[3]) && apart(base, &a[3]), OVERLAP)
+    if (how == ADD || how == XOR) {
+        NEED(alike(base, out), SIZES)
+        NEED(in_place(base, out), OVERLAP)
+    }
+    struct reader r = {.loops = loops, .data = a[0].at, .at = (size_t)call.ints[0], .end = a[0].count, .space = a[3].at,
+                       .size = a[3].count, .decompress = decompress};
+    r.state = out->bytes >= UNLOCKED ? PyEval_SaveThread() : NULL;
+    struct group group = {0};
+    size_t word = out->item, next = 0;
+    get_group(&r, word, out->count, &group, 0);
+    for (size_t start = 0; start < out->count && !r.failed; start += TILE_WORDS) {
+        size_t size = out->count - start < TILE_WORDS ? out->count - start : TILE_WORDS;
+        const u8 *from = how == ADD || how == XOR ? (const u8 *)base->at + start * word : NULL;
+        apply(loops, &group, word, how, from, (u8 *)out->at + start * word, start, size, &next);
+    }
+    if (r.state)
+        PyEval_RestoreThread(r.state);
+    return ended(&call, PyLong_FromLongLong(r.failed ? -1 : (long long)r.at));
+}
+
 /* ----------------------------------------------------------------------------------------------------- contexts */
 
 /* classify(base, shift, low, high, labels, counts): counts has four rows */
@@ -565,15 +679,6 @@ FUNCTION(fma)
     NONE;
 }
 
-static int all_apart(const struct call *call)
-{
-    for (size_t i = 0; i < call->array_count; i++)
-        for (size_t k = 0; k < i; k++)
-            if (!apart(&call->arrays[i], &call->arrays[k]))
-                return 0;
-    return 1;
-}
-
 /* moments(variant, near, first, second, gradient, share, keep, weight2) */
 FUNCTION(moments)
 {
@@ -608,6 +713,178 @@ FUNCTION(move)
         loops->move(call.ints[0] != 0, a[0].at, a[1].at, a[2].at, (float)call.reals[0], (float)call.reals[1],
                     (float)call.reals[2], (float)call.reals[3], a[0].count));
     NONE;
+}
+
+enum { FEW = 64, HEAD = 2048 };
+
+/* Whether few numbers of the head were missed. Otherwise those of all are not counted. */
+static int few(const size_t *missed)
+{
+    return FEW * missed[0] < HEAD;
+}
+
+/* residuals.write_residual of zigzag differences; `missed` counts those that are not zero in the head and behind it. */
+static void put_residual(struct coder *c, const u32 *differences, const size_t *missed, size_t count, int level)
+{
+    size_t all = missed[0] + missed[1];
+    if (c->failed)
+        return;
+    if (few(missed) && !all) {
+        put_byte(c, ZERO_GROUP);
+        return;
+    }
+    c->level = few(missed) && FEW * all < count ? 1 : level;
+    put_group(c, (const u8 *)differences, 4, count, 0);
+}
+
+/* write_adam(old and new: weight, first, second; divide, inverse, beta2, weight2, shrink, root, eps, rate, level,
+ *            n_log_n, space, out, compress): one block of the encoding `predicted` (residuals.write_residual) */
+FUNCTION(write_adam)
+{
+    PyObject *compress = function(args, &number, 19);
+    if (compress == NULL)
+        return NULL;
+    BEGIN("rrrrrrifffffffirww")
+    size_t count = a[0].count, missed[3][2] = {{0}};
+    for (size_t i = 0; i < 6; i++)
+        NEED(a[i].item == 4 && a[i].count == count, SIZES)
+    NEED(count > 0 && count <= UINT32_MAX && a[6].item == 8 && a[6].count > SAMPLE, SIZES)
+    NEED(a[7].item == 1 && a[7].count >= 11 * 4 * count + 2 * SPACE, LITTLE)
+    NEED(a[8].item == 1 && a[8].count >= 3 * (4 * count + 2 * MARGIN), LITTLE)
+    NEED((call.ints[0] | 1) == 1 && (call.ints[1] | 1) == 1, UNKNOWN)
+    for (size_t i = 7; i < 9; i++)
+        for (size_t k = 0; k < i; k++)
+            NEED(apart(&a[i], &a[k]), OVERLAP)
+    struct adam rule = {(int)call.ints[0],         call.reals[0],        call.reals[2],        (float)call.reals[1],
+                        (float)call.reals[3], (float)call.reals[4], (float)call.reals[5], (float)call.reals[6]};
+    struct coder c = {.loops = loops, .n_log_n = a[6].at, .out = a[8].at, .most = a[8].count, .space = a[7].at,
+                      .size = a[7].count, .compress = compress};
+    u32 *differences[3];
+    for (size_t i = 0; i < 3; i++)
+        differences[i] = (u32 *)room(&c, 4 * count);
+    c.state = count >= UNLOCKED / 4 ? PyEval_SaveThread() : NULL;
+    const f32 *old[3] = {a[0].at, a[1].at, a[2].at}, *new[3] = {a[3].at, a[4].at, a[5].at};
+    loops->adam_differences(&rule, old, new, differences, missed, HEAD, count);
+    if (few(missed[1])) /* seldom: so only those of the head were counted */
+        missed[1][1] = loops->missed(a[4].at, a[1].at, count) - missed[1][0];
+    static const int order[3] = {1, 2, 0};
+    for (size_t i = 0; i < 3; i++)
+        put_residual(&c, differences[order[i]], missed[order[i]], count, (int)call.ints[1]);
+    return written(&call, &c);
+}
+
+/* read_adam(payload, at, weight, first, second, divide, inverse, beta2, weight2, shrink, root, eps, rate, space,
+ *           decompress): takes a step of the encoding `predicted` in place; the position behind the block, or -1 */
+FUNCTION(read_adam)
+{
+    PyObject *decompress = function(args, &number, 15);
+    if (decompress == NULL)
+        return NULL;
+    BEGIN("riwwwifffffffw")
+    size_t count = a[1].count;
+    NEED(a[0].item == 1 && count > 0 && count < UINT32_MAX, SIZES)
+    NEED(a[4].item == 1 && a[4].count >= 8 * 4 * count + 2 * SPACE, LITTLE)
+    for (size_t i = 1; i < 4; i++)
+        NEED(a[i].item == 4 && a[i].count == count, SIZES)
+    NEED(call.ints[0] >= 0 && (unsigned long long)call.ints[0] <= a[0].count, PAST)
+    NEED((call.ints[1] | 1) == 1, UNKNOWN)
+    NEED(all_apart(&call), OVERLAP)
+    struct adam rule = {(int)call.ints[1],         call.reals[0],        call.reals[2],        (float)call.reals[1],
+                        (float)call.reals[3], (float)call.reals[4], (float)call.reals[5], (float)call.reals[6]};
+    struct reader r = {.loops = loops, .data = a[0].at, .at = (size_t)call.ints[0], .end = a[0].count, .space = a[4].at,
+                       .size = a[4].count, .decompress = decompress};
+    struct group groups[3] = {{0}};
+    size_t next[3] = {0};
+    r.state = count >= UNLOCKED / 4 ? PyEval_SaveThread() : NULL;
+    for (size_t i = 0; i < 3; i++)
+        get_group(&r, 4, count, &groups[i], 0);
+    for (size_t start = 0; start < count && !r.failed; start += TILE_WORDS) {
+        size_t size = count - start < TILE_WORDS ? count - start : TILE_WORDS;
+        f32 *w = (f32 *)a[1].at + start, *m = (f32 *)a[2].at + start, *v = (f32 *)a[3].at + start;
+        float first[TILE_WORDS], second[TILE_WORDS];
+        apply(loops, &groups[0], 4, ADD, (const u8 *)m, (u8 *)first, start, size, &next[0]);
+        loops->second_moment(first, m, v, rule.inverse, rule.beta2, rule.weight2, second, size);
+        apply(loops, &groups[1], 4, ADD, (const u8 *)second, (u8 *)second, start, size, &next[1]);
+        loops->move(rule.divide, w, first, second, rule.shrink, rule.root, rule.eps, rule.rate, size);
+        apply(loops, &groups[2], 4, ADD, (const u8 *)w, (u8 *)w, start, size, &next[2]);
+        memcpy(m, first, size * sizeof *first);
+        memcpy(v, second, size * sizeof *second);
+    }
+    if (r.state)
+        PyEval_RestoreThread(r.state);
+    return ended(&call, PyLong_FromLongLong(r.failed ? -1 : (long long)r.at));
+}
+
+/* The numbers of a step with a gradient, from position `reals` of the arguments and four integers. */
+static struct adam step_of(const struct call *call, const struct array *scales)
+{
+    const double *real = call->reals;
+    struct adam rule = {.variant = (int)call->ints[0], .near = (int)call->ints[1], .maximize = (int)call->ints[2],
+                        .share = (float)real[0], .beta2 = (float)real[1], .weight2 = real[2], .shrink = (float)real[3],
+                        .root = (float)real[4], .eps = (float)real[5], .rate = (float)real[6], .scales = scales->count};
+    rule.divide = rule.variant == DIVIDE;
+    memcpy(rule.scale, scales->at, scales->bytes);
+    return rule;
+}
+
+static int is_step(const struct call *call, const struct array *scales)
+{
+    return call->ints[0] >= FMA && call->ints[0] <= DIVIDE && (call->ints[1] | 1) == 1 && (call->ints[2] | 1) == 1 &&
+           scales->item == 4 && scales->count <= 4;
+}
+
+/* step_adam(weight, first, second, gradient, variant, near, maximize, scales, share, beta2, weight2, shrink, root, eps,
+ *           rate) */
+FUNCTION(step_adam)
+{
+    BEGIN("wwwriiirfffffff")
+    size_t count = a[0].count;
+    for (size_t i = 0; i < 3; i++)
+        NEED(a[i].item == 4 && a[i].count == count, SIZES)
+    NEED((a[3].item == 4 || a[3].item == 2) && a[3].count == count, SIZES)
+    NEED(all_apart(&call), OVERLAP)
+    NEED(is_step(&call, &a[4]), UNKNOWN)
+    struct adam rule = step_of(&call, &a[4]);
+    RUN(4 * count, loops->adam_step(&rule, a[3].item, a[3].at, a[0].at, a[1].at, a[2].at, count));
+    NONE;
+}
+
+/* write_replayed(old and new: weight, first, second; gradient, variant, near, maximize, scales, share, beta2, weight2,
+ *                shrink, root, eps, rate, level, n_log_n, space, out, compress): the residuals of a block */
+FUNCTION(write_replayed)
+{
+    PyObject *compress = function(args, &number, 23);
+    if (compress == NULL)
+        return NULL;
+    BEGIN("rrrrrrriiirfffffffirww")
+    size_t count = a[0].count, missed[3][2] = {{0}};
+    for (size_t i = 0; i < 6; i++)
+        NEED(a[i].item == 4 && a[i].count == count, SIZES)
+    NEED((a[6].item == 4 || a[6].item == 2) && a[6].count == count, SIZES)
+    NEED(count > 0 && count <= UINT32_MAX && a[8].item == 8 && a[8].count > SAMPLE, SIZES)
+    NEED(a[9].item == 1 && a[9].count >= 11 * 4 * count + 2 * SPACE, LITTLE)
+    NEED(a[10].item == 1 && a[10].count >= 3 * (4 * count + 2 * MARGIN), LITTLE)
+    NEED((call.ints[3] | 1) == 1 && is_step(&call, &a[7]), UNKNOWN)
+    for (size_t i = 9; i < 11; i++)
+        for (size_t k = 0; k < i; k++)
+            NEED(apart(&a[i], &a[k]), OVERLAP)
+    struct adam rule = step_of(&call, &a[7]);
+    struct coder c = {.loops = loops, .n_log_n = a[8].at, .out = a[10].at, .most = a[10].count, .space = a[9].at,
+                      .size = a[9].count, .compress = compress};
+    u32 *differences[3] = {(u32 *)room(&c, 4 * count), NULL, NULL};
+    const f32 *old[3] = {a[0].at, a[1].at, a[2].at}, *new[3] = {a[3].at, a[4].at, a[5].at};
+    c.state = count >= UNLOCKED / 4 ? PyEval_SaveThread() : NULL;
+    loops->adam_replayed(&rule, a[6].item, a[6].at, old, new, differences, missed, HEAD, count);
+    if (missed[1][0] + missed[1][1] + missed[2][0] + missed[2][1]) { /* seldom: only the weights may differ */
+        differences[1] = (u32 *)room(&c, 4 * count);
+        differences[2] = (u32 *)room(&c, 4 * count);
+        memset(missed, 0, sizeof missed);
+        if (!c.failed)
+            loops->adam_replayed(&rule, a[6].item, a[6].at, old, new, differences, missed, HEAD, count);
+    }
+    for (size_t i = 0; i < 3; i++)
+        put_residual(&c, differences[i], missed[i], count, (int)call.ints[3]);
+    return written(&call, &c);
 }
 
 /* buffered(plain, nesterov, weight, buffer, gradient, momentum, share, rate) */
@@ -878,6 +1155,10 @@ static PyMethodDef methods[] = {
     KERNEL(put_exceptions),
     KERNEL(survey),
     KERNEL(survey_packed),
+    KERNEL(literals),
+    KERNEL(read_literals),
+    KERNEL(write_group),
+    KERNEL(read_group),
     KERNEL(classify),
     KERNEL(sort),
     KERNEL(add_unsorted),
@@ -887,6 +1168,10 @@ static PyMethodDef methods[] = {
     KERNEL(moments),
     KERNEL(second_moment),
     KERNEL(move),
+    KERNEL(write_adam),
+    KERNEL(step_adam),
+    KERNEL(write_replayed),
+    KERNEL(read_adam),
     KERNEL(buffered),
     KERNEL(missed),
     KERNEL(mean_scales),

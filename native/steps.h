@@ -133,5 +133,96 @@ static size_t NAME(missed)(const u32 *values, const u32 *predicted, size_t count
     return found;
 }
 
+/* Not inline: as part of a loop, gcc makes it one instruction, which is slow for so few bytes. */
+__attribute__((noinline)) static void NAME(copy)(void *out, const void *source, size_t bytes)
+{
+    memcpy(out, source, bytes);
+}
+
+/* Asks for the tile that comes next. The processor's own prefetching ends at each page, which is as long as a tile. */
+INLINE void NAME(expect)(const f32 *array, size_t count)
+{
+    for (size_t i = 0; i < count && i < TILE; i += 16)
+        __builtin_prefetch(array + i, 0, 2);
+}
+
+/* What a step of Adam adds to its predictions: zigzag differences of the first moment to the old one, and of the second
+ * moment and the weight to what is predicted. Counts those that are not zero among the first `head` numbers, and among
+ * the others (but for the first moment). */
+static void NAME(adam_differences)(const struct adam *rule, const f32 *const *old, const f32 *const *new, u32 *const *out,
+                                   size_t (*missed)[2], size_t head, size_t count)
+{
+    for (size_t start = 0; start < count; start += TILE) {
+        float guess[TILE];
+        size_t size = count - start < TILE ? count - start : TILE;
+        const f32 *w = old[0] + start, *m = old[1] + start, *v = old[2] + start;
+        const f32 *w1 = new[0] + start, *m1 = new[1] + start, *v1 = new[2] + start;
+        size_t next = start + size, left = count - next;
+        NAME(expect)(old[1] + next, left);
+        NAME(expect)(new[1] + next, left);
+        PASTE(difference, 32, ISA)(m1, m, out[1] + start, size);
+        missed[1][0] += start < head ? NAME(missed)((const u32 *)m1, (const u32 *)m, size) : 0;
+        NAME(expect)(old[2] + next, left);
+        NAME(second_moment)(m1, m, v, rule->inverse, rule->beta2, rule->weight2, guess, size);
+        NAME(expect)(new[2] + next, left);
+        PASTE(difference, 32, ISA)(v1, guess, out[2] + start, size);
+        missed[2][start >= head] += NAME(missed)((const u32 *)v1, (const u32 *)guess, size);
+        NAME(expect)(old[0] + next, left);
+        NAME(expect)(new[0] + next, left);
+        NAME(copy)(guess, w, size * sizeof *guess);
+        NAME(move)(rule->divide, guess, m1, v1, rule->shrink, rule->root, rule->eps, rule->rate, size);
+        PASTE(difference, 32, ISA)(w1, guess, out[0] + start, size);
+        missed[0][start >= head] += NAME(missed)((const u32 *)w1, (const u32 *)guess, size);
+    }
+}
+
+/* One step of Adam in place; `item` is the size of the gradient's numbers: 4, or 2 of bf16. */
+static void NAME(adam_step)(const struct adam *rule, size_t item, const void *gradient, f32 *weight, f32 *first,
+                            f32 *second, size_t count)
+{
+    for (size_t start = 0; start < count; start += TILE) {
+        float g[TILE];
+        u32 *patterns = (u32 *)g;
+        size_t size = count - start < TILE ? count - start : TILE;
+        if (item == 4)
+            NAME(copy)(g, (const u32 *)gradient + start, size * sizeof *g);
+        else
+            for (size_t i = 0; i < size; i++)
+                patterns[i] = (uint32_t)((const u16 *)gradient)[start + i] << 16;
+        for (size_t k = 0; k < rule->scales; k++)
+            for (size_t i = 0; i < size; i++)
+                g[i] *= rule->scale[k];
+        if (rule->maximize)
+            for (size_t i = 0; i < size; i++)
+                g[i] = -g[i];
+        NAME(moments)(rule->variant, rule->near, first + start, second + start, g, rule->share, rule->beta2,
+                      (float)rule->weight2, size);
+        NAME(move)(rule->divide, weight + start, first + start, second + start, rule->shrink, rule->root, rule->eps,
+                   rule->rate, size);
+    }
+}
+
+/* Takes the step on copies. Counts the numbers that training computed otherwise, and writes the zigzag differences for
+ * each slot that has an array in `out`. */
+static void NAME(adam_replayed)(const struct adam *rule, size_t item, const u8 *gradient, const f32 *const *old,
+                                const f32 *const *new, u32 *const *out, size_t (*missed)[2], size_t head, size_t count)
+{
+    for (size_t start = 0; start < count; start += TILE) {
+        float state[3][TILE];
+        size_t size = count - start < TILE ? count - start : TILE;
+        for (size_t i = 0; i < 3; i++) {
+            NAME(expect)(old[i] + start + size, count - start - size);
+            NAME(copy)(state[i], old[i] + start, size * sizeof *state[i]);
+        }
+        NAME(adam_step)(rule, item, gradient + start * item, state[0], state[1], state[2], size);
+        for (size_t i = 0; i < 3; i++) {
+            NAME(expect)(new[i] + start + size, count - start - size);
+            missed[i][start >= head] += NAME(missed)((const u32 *)(new[i] + start), (const u32 *)state[i], size);
+            if (out[i])
+                PASTE(difference, 32, ISA)(new[i] + start, state[i], out[i] + start, size);
+        }
+    }
+}
+
 #undef FUSED
 #undef SETTLED

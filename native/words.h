@@ -173,6 +173,52 @@ static size_t NAME(find)(const void *values_, uint64_t limit, u32 *where, size_t
     return found;
 }
 
+/* Separates the values of at least `limit`: the steps to them, each less `limit`, and the others in `rest`. Returns 0 if
+ * steps and values have more than `most` bytes. */
+static int NAME(exceptions)(const void *values_, uint64_t limit, u8 *rest, u8 *steps, size_t *step_count,
+                            void *greater_, size_t *found_, size_t most, size_t count)
+{
+    const WORD *values = values_;
+    WORD *greater = greater_, least = (WORD)limit;
+    size_t number = 0, found = 0, after = 0;
+    for (size_t i = 0; i < count; i += 64) {
+        size_t size = count - i < 64 ? count - i : 64;
+        u8 hits[64];
+        uint64_t mask = 0;
+        if (size == 64) {
+            for (size_t k = 0; k < 64; k++)
+                hits[k] = values[i + k] >= least;
+            if (rest)
+                for (size_t k = 0; k < 64; k++)
+                    rest[i + k] = (u8)(hits[k] ? 0 : values[i + k]);
+            for (size_t k = 0; k < 8; k++) { /* eight bytes of 0 or 1 become eight bits */
+                uint64_t eight;
+                memcpy(&eight, hits + 8 * k, 8);
+                mask |= (eight * 0x0102040810204080u >> 56) << 8 * k;
+            }
+        } else
+            for (size_t k = 0; k < size; k++) {
+                int hit = values[i + k] >= least;
+                mask |= (uint64_t)hit << k;
+                if (rest)
+                    rest[i + k] = (u8)(hit ? 0 : values[i + k]);
+            }
+        for (; mask; mask &= mask - 1) {
+            size_t at = i + (size_t)__builtin_ctzll(mask), gap = at - after;
+            if (number + gap / 255 + 1 + (found + 1) * sizeof(WORD) > most)
+                return 0;
+            for (; gap >= 255; gap -= 255)
+                steps[number++] = 255;
+            steps[number++] = (u8)gap;
+            greater[found++] = (WORD)(values[at] - least);
+            after = at + 1;
+        }
+    }
+    *step_count = number;
+    *found_ = found;
+    return 1;
+}
+
 /* Returns the number of steps; -1: `where` is not ascending below `count`, or there are more than `most` steps. */
 static int64_t NAME(take)(const void *values_, uint64_t limit, const u32 *where, size_t found, u8 *rest, u8 *steps,
                           size_t most, void *greater_, size_t count)

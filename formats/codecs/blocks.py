@@ -29,6 +29,7 @@ from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs import kernels, plane_coder
 from ckptstore.formats.codecs.kernels import ADD, SAMPLE, XOR, Bytes, Words
 from ckptstore.formats.codecs.plane_coder import FILL, PACK4, RAW, SPARSE, ZSTD, Cursor
+from ckptstore.formats.kernel_choice import hot
 
 CHUNK = 16 << 20
 BLOCK = 1 << 20
@@ -75,6 +76,18 @@ class _GroupPlan:
 
 def write_group(words: Words, out: Bytes, at: int, level: int, nested: bool = False) -> int:
     """Write the group of ``words`` to ``out[at:]``. Returns its end, at most ``at + 1 + words.nbytes``."""
+    if level > plane_coder.THRIFTY:
+        return _write_group(words, out, at, level, nested)
+    return at + len(encoded_group(words, level, nested, out[at : at + words.nbytes + MARGIN]))
+
+
+@hot("ckptstore.formats.codecs.compiled_forms", reads=["words"], destroys=["out"])
+def encoded_group(words: Words, level: int, nested: bool, out: Bytes) -> Bytes:
+    """Write a group with a level up to ``THRIFTY``. Returns the part of ``out`` that it takes."""
+    return out[: _write_group(words, out, 0, level, nested)]
+
+
+def _write_group(words: Words, out: Bytes, at: int, level: int, nested: bool) -> int:
     word, count = words.itemsize, len(words)
     plan = _plan(words, level, nested)
     end = None
@@ -151,7 +164,7 @@ def _write_narrow(words: Words, out: Bytes, at: int, bits: int, level: int) -> i
     _counts.pack_into(out.data, at, len(steps), len(greater))
     mode = RAW if level == plane_coder.FAST and len(steps) < plane_coder.SAMPLED else ZSTD
     at = plane_coder.encode(steps, out, at + 8, mode, level, depth=1)
-    return write_group(greater, out, at, level, nested=True) if len(greater) else at
+    return _write_group(greater, out, at, level, nested=True) if len(greater) else at
 
 
 # ----------------------------------------------------------------------------------------------------- decoding
@@ -165,6 +178,23 @@ def read_group(cursor: Cursor, word: int, how: int, base: Words, out: Words) -> 
     Raises:
         CorruptSegmentError: the group is invalid. ``out`` is unchanged.
     """
+    if type(cursor) is Cursor and cursor.left and len(out):
+        cursor.position = decoded_group(cursor.data, cursor.position, how, base, out)
+    else:
+        _read_group(cursor, word, how, base, out)
+
+
+# `base` is not compared: `out` may overlap it, and a copy of `base` would not change with `out`.
+@hot("ckptstore.formats.codecs.compiled_forms", reads=["data"], destroys=["base"])
+def decoded_group(data: Bytes, at: int, how: int, base: Words, out: Words) -> int:
+    """Decode the group at ``data[at:]``; see :func:`read_group`. Returns the position behind it."""
+    cursor = Cursor(data)
+    cursor.position = at
+    _read_group(cursor, out.itemsize, how, base, out)
+    return cursor.position
+
+
+def _read_group(cursor: Cursor, word: int, how: int, base: Words, out: Words) -> None:
     form = cursor.byte()
     if form == ZERO_GROUP:
         if how not in (ADD, XOR):
@@ -197,7 +227,7 @@ def _read_narrow(cursor: Cursor, count: int, word: int, bits: int) -> Words:
         raise CorruptSegmentError("narrow groups do not nest")
     greater = np.zeros(found, kernels.WORDS[word])
     if found:
-        read_group(cursor, word, kernels.PUT, greater, greater)
+        _read_group(cursor, word, kernels.PUT, greater, greater)
     words = kernels.scratch("narrow words", count, word)
     np.copyto(words, small)
     if not kernels.put_exceptions(steps, greater, 1 << bits, words):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ckptstore.formats import core
-from ckptstore.formats.codecs import kernels
+from ckptstore.formats.codecs import blocks, kernels
 from ckptstore.formats.codecs.kernels import N_LOG_N, Bytes, Counts, Words, scratch
+from ckptstore.formats.codecs.plane_coder import compressed, decompressed
 
 
 def pack_small(values: Bytes, bits: int) -> Bytes:
@@ -50,3 +51,17 @@ def classify(base: Words, shift: int, low: int, high: int, out: Bytes) -> Counts
     counts = np.empty((4, high - low + 1), np.int64)
     core.classify(base, shift, low, high, out, counts)
     return counts
+
+
+def encoded_group(words: Words, level: int, nested: bool, out: Bytes) -> Bytes:
+    """See ``blocks.encoded_group``."""
+    if not len(words) or len(out) < words.nbytes + blocks.MARGIN:
+        return blocks.encoded_group.reference(words, level, nested, out)
+    space = scratch("groups", 8 * words.nbytes + (1 << 17))
+    return out[: core.write_group(words, level, nested, N_LOG_N, space, out, compressed)]
+
+
+def decoded_group(data: Bytes, at: int, how: int, base: Words, out: Words) -> int:
+    """See ``blocks.decoded_group``. The reference says what is damaged."""
+    end = core.read_group(data, at, how, base, out, scratch("groups", 6 * out.nbytes + (1 << 17)), decompressed)
+    return end if end >= 0 else blocks.decoded_group.reference(data, at, how, base, out)

@@ -14,11 +14,11 @@ reader trusts no stored length::
     exceptions  u32 number of steps, u32 number of exceptions, piece of the steps, piece of the values less 2**b
                 (SPARSE: less 1). A step s < 255 skips s values and meets an exception; 255 skips 255 values.
 
-The zstd parameters leave almost only its Huffman coder: byte planes of numbers have no matches, and searching for them
-takes nine tenths of the time. Huffman codes take at least one bit per value. Packing several small values into one
-symbol brings skewed planes down to their entropy. Packing nests, at most ``DEPTH`` deep. Exceptions are stored with
-their positions, not as an escape among the packed values: finding escapes in a plane takes longer than everything else,
-and the information is the same.
+Byte planes of numbers have no matches. So frames have only Huffman-coded literals (``literals``), unless a sample shows
+matches. Then zstd makes them, with parameters that leave it little else than its Huffman coder. Huffman codes take at
+least one bit per value. Packing several small values into one symbol brings skewed planes down to their entropy.
+Packing nests, at most ``DEPTH`` deep. Exceptions are stored with their positions, not as an escape among the packed
+values: finding escapes in a plane takes longer than everything else, and the information is the same.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import zstandard
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.kernels import N_LOG_N, SAMPLE, Bytes
+from ckptstore.formats.codecs.literals import literals, matches_pay
 
 RAW, FILL, ZSTD, SPARSE, PACK1, PACK2, PACK4 = range(7)
 DEPTH = 2
@@ -195,12 +196,17 @@ def encode(values: Bytes, out: Bytes, at: int, mode: int | None = None, level: i
             return end
         mode = ZSTD
     if (mode == ZSTD or level > THRIFTY) and count >= SMALL:
-        frame = _compressor(max(level, THRIFTY)).compress(values.data)
-        if len(frame) + 4 < count:
+        space = out[at + 5 : at + count]
+        if level > THRIFTY or matches_pay(values):
+            frame = compressed(level, values.data)
+            size = len(frame) if len(frame) <= len(space) else 0
+            space[:size] = np.frombuffer(frame, np.uint8, size)
+        else:
+            size = literals(values, space)
+        if size:
             out[at] = ZSTD
-            _length.pack_into(out.data, at + 1, len(frame))
-            out[at + 5 : at + 5 + len(frame)] = np.frombuffer(frame, np.uint8)
-            return at + 5 + len(frame)
+            _length.pack_into(out.data, at + 1, size)
+            return at + 5 + size
     out[at] = RAW
     out[at + 1 : at + 1 + count] = values
     return at + 1 + count
@@ -220,6 +226,11 @@ def _encode_packed(values: Bytes, out: Bytes, at: int, mode: int, level: int, de
     _counts.pack_into(out.data, at, len(steps), len(greater))
     at = encode(steps, out, at + 8, RAW if level == FAST and len(steps) < SAMPLED else ZSTD, level, depth + 1)
     return encode(greater, out, at, None if level and len(greater) >= SAMPLE else ZSTD, level, depth + 1)
+
+
+def compressed(level: int, values: bytes | memoryview) -> bytes:
+    """Return the frame that zstd makes of values at a level."""
+    return _compressor(max(level, THRIFTY)).compress(values)
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
@@ -248,7 +259,7 @@ def decode(cursor: Cursor, count: int, role: str = "plane", depth: int = 0) -> B
     if mode == RAW:
         return cursor.take(count)
     if mode == ZSTD:
-        return _decode_frame(cursor.take(cursor.length()), count)
+        return np.frombuffer(decompressed(cursor.take(cursor.length()).data, count), np.uint8)
     values = kernels.scratch(role, count)
     if mode == FILL:
         values.fill(cursor.byte())
@@ -275,16 +286,20 @@ def decode_steps(cursor: Cursor, count: int, role: str, depth: int) -> tuple[Byt
     return decode(cursor, step_count, f"{role}+", depth + 1), exceptions
 
 
-def _decode_frame(frame: Bytes, count: int) -> Bytes:
-    """Decompress a frame. Its header must declare exactly ``count`` bytes; this is checked before any allocation."""
+def decompressed(frame: bytes | memoryview, count: int) -> bytes:
+    """Decompress a frame. Its header must declare exactly ``count`` bytes; this is checked before any allocation.
+
+    Raises:
+        CorruptSegmentError: it declares another number, or does not decode.
+    """
     decompressor: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
     if decompressor is None:
         decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_FRAME_WINDOW)
     try:
-        parameters = zstandard.get_frame_parameters(frame.data)
+        parameters = zstandard.get_frame_parameters(frame)
         if parameters.content_size != count:
             raise CorruptSegmentError(f"a zstd frame declares {parameters.content_size} bytes where {count} belong")
         # zstd returns exactly that many bytes or fails. It also fails if the frame names a dictionary.
-        return np.frombuffer(decompressor.decompress(frame.data, allow_extra_data=False), np.uint8)
+        return decompressor.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptSegmentError(f"a zstd frame of {len(frame)} bytes does not decode: {error}") from error

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ckptstore.formats.codecs import Planes, as_bytes, kernels
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.plane_coder import Cursor
-from ckptstore.formats.optim.arithmetic import FLOAT, PATTERN, Floats
+from ckptstore.formats.optim.arithmetic import FLOAT, PATTERN, Floats, floats
 from ckptstore.formats.optim.residuals import read_positions, write_positions
 from ckptstore.formats.optim.step_tiles import Array, patterns_of, widen
 
@@ -130,23 +130,24 @@ def _write_values(values: Array, out: Bytes, at: int, level: int) -> int:
     return _PLANES[values.itemsize].write(as_bytes(values), _NOTHING, out, at, level)
 
 
-def read_gradient(form: GradientForm, cursor: Cursor, out: Floats) -> None:
-    """Read one block as fp32. Raises ``CorruptSegmentError`` if it is invalid."""
+def read_gradient(form: GradientForm, cursor: Cursor, count: int) -> Array:
+    """Read one block of ``count`` numbers: fp32, or as it is stored. Raises ``CorruptSegmentError`` if it is invalid.
+
+    The next call overwrites the array.
+    """
     if not form.sparse:
-        _read_values(form, cursor, out)
-        return
-    where = read_positions(cursor, len(out))
-    values = np.empty(len(where), FLOAT)
-    if len(where):
-        _read_values(form, cursor, values)
+        return _read_values(form, cursor, count)
+    where = read_positions(cursor, count)
+    out = floats("sparse", count)
     patterns_of(out).fill(0)
-    patterns_of(out)[where] = patterns_of(values)
+    if len(where):
+        values = np.empty(len(where), FLOAT)
+        widen(_read_values(form, cursor, len(where)), values)
+        patterns_of(out)[where] = patterns_of(values)
+    return out
 
 
-def _read_values(form: GradientForm, cursor: Cursor, out: Floats) -> None:
-    if form.word == 4:
-        _PLANES[4].read(cursor, _NOTHING, as_bytes(out))
-        return
-    values = kernels.scratch("optim halves", len(out), 2)
-    _PLANES[2].read(cursor, _NOTHING, as_bytes(values))
-    widen(values.view(np.float16) if form.kind == "F16" else values, out)
+def _read_values(form: GradientForm, cursor: Cursor, count: int) -> Array:
+    values = kernels.scratch("optim stored", count, form.word)
+    _PLANES[form.word].read(cursor, _NOTHING, as_bytes(values))
+    return values.view(np.float16) if form.kind == "F16" else values

@@ -20,7 +20,7 @@ from ckptstore.formats.codecs.block_loops import as_bytes
 from ckptstore.formats.codecs.codec import Buffer
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.plane_coder import Cursor
-from ckptstore.formats.kernel_choice import steady
+from ckptstore.formats.kernel_choice import hot, steady
 from ckptstore.formats.optim import residuals
 from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
 from ckptstore.formats.optim.step_settings import Rule, copy_bits
@@ -58,8 +58,15 @@ def encode(
         for start in range(0, count, BLOCK_NUMBERS):
             block = slice(start, start + BLOCK_NUMBERS)
             was, becomes = [part[block] for part in before], [part[block] for part in after]
-            at = write_slots(rule, rule.order, was, becomes, target, at, level)
+            room = target[at : at + len(was) * (was[0].nbytes + residuals.OVERHEAD)]
+            at += len(encoded_block(rule, was, becomes, level, room))
     return target[:at]
+
+
+@hot("ckptstore.formats.optim.compiled_steps", reads=["old", "new"], destroys=["out"])
+def encoded_block(rule: Rule, old: list[Floats], new: list[Floats], level: int, out: Bytes) -> Bytes:
+    """Write one block. Returns the part of ``out`` that it takes."""
+    return out[: write_slots(rule, rule.order, old, new, out, 0, level)]
 
 
 def write_slots(
@@ -97,11 +104,19 @@ def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
 
 def read_block(rule: Rule, cursor: Cursor, state: Sequence[Floats]) -> None:
     """Decode one block: replace the old values in `state` by the new ones."""
-    count = len(state[0])
+    cursor.position = decoded_block(rule, cursor.data, cursor.position, list(state))
+
+
+@hot("ckptstore.formats.optim.compiled_steps", reads=["data"])
+def decoded_block(rule: Rule, data: Bytes, at: int, state: list[Floats]) -> int:
+    """Decode the block at ``data[at:]`` in place. Returns the position behind it."""
+    cursor, count = Cursor(data), len(state[0])
+    cursor.position = at
     after = [floats(f"after{slot}", count) for slot in range(len(state))]
     read_slots(rule, rule.order, cursor, state, after)
     for part, values in zip(state, after, strict=True):
         copy_bits(values, part)
+    return cursor.position
 
 
 def read_slots(rule: Rule, slots: Sequence[int], cursor: Cursor, old: Sequence[Floats], new: Sequence[Floats]) -> None:

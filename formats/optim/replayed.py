@@ -19,22 +19,14 @@ from ckptstore.formats.codecs.block_loops import as_bytes
 from ckptstore.formats.codecs.codec import Buffer
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.plane_coder import Cursor
-from ckptstore.formats.kernel_choice import steady
+from ckptstore.formats.kernel_choice import hot, steady
 from ckptstore.formats.optim import residuals
-from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
-from ckptstore.formats.optim.gradients import (
-    FORMS,
-    Gradient,
-    GradientForm,
-    SparseGradient,
-    form_of,
-    read_gradient,
-    write_gradient,
-)
+from ckptstore.formats.optim.arithmetic import Floats, exactly, floats
+from ckptstore.formats.optim.gradients import FORMS, Gradient, GradientForm, form_of, read_gradient, write_gradient
 from ckptstore.formats.optim.predicted import blocks_of, chunk_of, finished, space
 from ckptstore.formats.optim.predicted import bound as _bound_of_state
 from ckptstore.formats.optim.step_settings import Rule, copy_bits
-from ckptstore.formats.optim.step_tiles import BLOCK_NUMBERS, Array, slots_of, widen
+from ckptstore.formats.optim.step_tiles import BLOCK_NUMBERS, Array, slots_of, take_step
 
 _RESIDUALS = 128
 
@@ -85,7 +77,7 @@ def encode(
             if after is None:
                 continue
             was, becomes = ([part[start:stop] for part in state] for state in (before, after))
-            part = gradient.part(start, stop) if isinstance(gradient, SparseGradient) else gradient[start:stop]
+            part = gradient[start:stop] if isinstance(gradient, np.ndarray) else gradient.part(start, stop).dense()
             at = write_residuals(rule, was, becomes, part, target, at, level)
     return target[:at]
 
@@ -96,21 +88,11 @@ def first_byte(gradient: Gradient, exceptions: bool) -> int:
 
 
 def write_residuals(
-    rule: Rule, old: Sequence[Floats], new: Sequence[Floats], gradient: Gradient, out: Bytes, at: int, level: int
+    rule: Rule, old: list[Floats], new: list[Floats], gradient: Array, out: Bytes, at: int, level: int
 ) -> int:
     """Write the residuals of a block to ``out[at:]``, after a replay of its gradient. Returns their end."""
-    guess = [floats(f"after{slot}", len(old[0])) for slot in range(len(old))]
-    for part, values in zip(old, guess, strict=True):
-        copy_bits(part, values)
-    dense = floats("guess", len(old[0]))
-    if isinstance(gradient, SparseGradient):
-        gradient.expand(dense)
-    else:
-        widen(gradient, dense)
-    _apply(rule, guess, dense)
-    for true, values in zip(new, guess, strict=True):
-        at = residuals.write_residual(true, values, out, at, level)
-    return at
+    room = out[at : at + len(old) * (old[0].nbytes + residuals.OVERHEAD)]
+    return at + len(encoded_residuals(rule, old, new, gradient, level, room))
 
 
 def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
@@ -146,22 +128,30 @@ def read_form(cursor: Cursor) -> tuple[GradientForm, bool]:
 
 def read_block(rule: Rule, form: GradientForm, exceptions: bool, cursor: Cursor, state: Sequence[Floats]) -> None:
     """Decode one block in place."""
-    gradient = floats("guess", len(state[0]))
-    read_gradient(form, cursor, gradient)
-    finish_block(rule, gradient, exceptions, cursor, state)
+    finish_block(rule, read_gradient(form, cursor, len(state[0])), exceptions, cursor, state)
 
 
-def finish_block(rule: Rule, gradient: Floats, exceptions: bool, cursor: Cursor, state: Sequence[Floats]) -> None:
-    """Replay a block's gradient, which is overwritten, and read the residuals, if there are any."""
-    _apply(rule, state, gradient)
+def finish_block(rule: Rule, gradient: Array, exceptions: bool, cursor: Cursor, state: Sequence[Floats]) -> None:
+    """Replay a block's gradient, and read the residuals, if there are any."""
+    take_step(rule, list(state), gradient)
     if exceptions:
         for values in state:
             residuals.read_residual(cursor, values, values)
 
 
-def _apply(rule: Rule, state: Sequence[Floats], gradient: Floats) -> None:
-    for tile in tiles(len(gradient)):
-        rule.apply([part[tile] for part in state], gradient[tile])
+@hot("ckptstore.formats.optim.compiled_steps", reads=["old", "new", "gradient"], destroys=["out"])
+def encoded_residuals(
+    rule: Rule, old: list[Floats], new: list[Floats], gradient: Array, level: int, out: Bytes
+) -> Bytes:
+    """Write the residuals of one block. Returns the part of ``out`` that they take."""
+    guess = [floats(f"after{slot}", len(gradient)) for slot in range(len(old))]
+    for part, values in zip(old, guess, strict=True):
+        copy_bits(part, values)
+    take_step.reference(rule, guess, gradient)
+    at = 0
+    for true, values in zip(new, guess, strict=True):
+        at = residuals.write_residual(true, values, out, at, level)
+    return out[:at]
 
 
 def _is_flat(gradient: Array) -> bool:

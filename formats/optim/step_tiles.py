@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.formats.codecs import BLOCK
+from ckptstore.formats.kernel_choice import hot
 from ckptstore.formats.optim.arithmetic import FLOAT, PATTERN, Floats, Patterns, exactly, floats, tiles
 from ckptstore.formats.optim.step_settings import Rule
 
@@ -38,10 +39,16 @@ def advance(rule: Rule, state: Sequence[Array], gradient: Array) -> None:
         raise ValueError(f"the gradient has {gradient.size} numbers, the state {count}; they must be equal")
     flat = np.ascontiguousarray(gradient).reshape(-1)
     with exactly():
-        for tile in tiles(count):
-            work = floats("gradient", tile.stop - tile.start)
-            widen(flat[tile], work)
-            rule.apply([part[tile] for part in parts], work)
+        take_step(rule, parts, flat)
+
+
+@hot("ckptstore.formats.optim.compiled_steps", reads=["gradient"])
+def take_step(rule: Rule, state: list[Floats], gradient: Array) -> None:
+    """Take one step in place, within ``exactly``; see :func:`advance`."""
+    for tile in tiles(len(gradient)):
+        work = floats("gradient", tile.stop - tile.start)
+        widen(gradient[tile], work)
+        rule.apply([part[tile] for part in state], work)
 
 
 def slots_of(rule: Rule, state: Sequence[Array]) -> list[Floats]:

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptstore.formats.codecs.kernels import N_LOG_N
+from ckptstore.formats.codecs.plane_coder import compressed, decompressed
 from tests.forms import short_or
 from tests.kernel_forms import SETS, needs_core, use_form
 
@@ -52,6 +54,19 @@ def ascending(count: int) -> np.ndarray:
     return np.arange(count, dtype="<u4")
 
 
+def floats(count: int) -> list[np.ndarray]:
+    return [array("<f4") for _ in range(count)]
+
+
+def space(times: int, more: int = 1 << 18) -> np.ndarray:
+    return array("u1", times * 4 * COUNT + more)
+
+
+OUT = 4 * COUNT + 64
+RUNS = 300
+"""Two runs of scales."""
+SCALARS = [0.1, 0.9, 0.1, 1.0, 0.5, 1e-8, 1e-3]
+
 # Calls that are right. Each argument is then replaced by wrong ones.
 CALLS: dict[str, Callable[[], list[Any]]] = {
     "difference": lambda: [array("<u4"), array("<u4"), array("<u4")],
@@ -79,11 +94,37 @@ CALLS: dict[str, Callable[[], list[Any]]] = {
     "missed": lambda: [array("<u4"), array("<u4")],
     "block_sums": lambda: [array("<u4"), 3, array("<u8", 16), array("<u8", 5)],
     "piece_sums": lambda: [array("<u4"), np.array([0, 10, 26], np.int64), array("<u8", 16), array("<u8", 3)],
+    "mean_scales": lambda: [array("<f4", RUNS), array("<f4", RUNS), 0, array("u1", 2)],
+    "away": lambda: [array("<u4", RUNS), array("<f4", RUNS), array("u1", 2), array("<u4", RUNS)],
+    "back": lambda: [array("<u2", RUNS), array("<f4", RUNS), array("u1", 2), array("<u2", RUNS)],
+    "classes": lambda: [
+        *(array("<u4", RUNS), array("<f4", RUNS), array("u1", 2), array("u1", RUNS), np.zeros((4, 16), np.int64)),
+    ],
+    "changes": lambda: [array("<u4"), array("<u4"), array("<u4")],
+    "unsorted_changes": lambda: [array("<u4"), labels(), counts(), array("<u4"), array("<u4")],
+    "scaled": lambda: [array("<f4"), 0.9, array("<f4")],
+    "literals": lambda: [array("u1", 4 * COUNT), array("u1", 4 * COUNT)],
+    "read_literals": lambda: [array("u1", 4 * COUNT), array("u1", 4 * COUNT)],
+    "write_group": lambda: [array("<u4"), 0, False, N_LOG_N, space(8, 1 << 17), array("u1", OUT - 32), compressed],
+    "read_group": lambda: [array("u1", 9), 3, 3, array("<u4"), array("<u4"), space(6, 1 << 17), decompressed],
+    "write_adam": lambda: [*floats(6), False, *SCALARS, 0, N_LOG_N, space(11), array("u1", 3 * OUT), compressed],
+    "read_adam": lambda: [array("u1", 9), 3, *floats(3), False, *SCALARS, space(8), decompressed],
+    "step_adam": lambda: [*floats(3), array("<u2"), 0, True, False, array("<f4", 2), *SCALARS],
+    "write_replayed": lambda: [
+        *(*floats(6), array("<u2"), 0, True, False, array("<f4", 2), *SCALARS),
+        *(0, N_LOG_N, space(11), array("u1", 3 * OUT), compressed),
+    ],
     "stream": lambda: [array("u1"), array("u1")],
     "moves": lambda: [np.zeros(2, np.int64), np.zeros(2, np.int64), np.zeros(2, np.int64), 5],
 }
+ANY_ITEMS = {
+    ("find_exceptions", 0), ("classify", 0), ("combine", 0), ("write_group", 0), ("step_adam", 3),
+    ("write_replayed", 6),
+}  # fmt: skip
+"""Arguments with words of several sizes."""
 ALIKE = {
     "difference", "zigzag", "rotate_left", "add_unsorted", "fma", "second_moment", "move", "missed",
+    "away", "back", "changes", "unsorted_changes", "scaled",
 }  # fmt: skip
 """Kernels that may work in place."""
 
@@ -154,6 +195,12 @@ def test_wrong_sizes(name: str) -> None:
     smaller = {("find_exceptions", 0), ("survey", 0), ("survey_packed", 0), ("put_exceptions", 0)}
     smaller |= {("put_exceptions", 1), ("put_exceptions", 3), ("block_sums", 0), ("block_sums", 2)}
     smaller |= {("take_exceptions", 4), ("piece_sums", 0), ("unpack_small", 2)}
+    anything = {("literals", 0), ("literals", 1), ("read_literals", 0), ("read_literals", 1), ("write_group", 0)}
+    anything |= {("read_group", 0), ("read_adam", 0), ("step_adam", 7), ("write_replayed", 10)}
+    larger |= anything | {("write_group", 3), ("write_group", 4), ("write_group", 5), ("read_group", 5)}
+    larger |= {("write_adam", at) for at in (15, 16, 17)} | {("read_adam", 13), ("write_replayed", 19)}
+    larger |= {("write_replayed", at) for at in (20, 21)}
+    smaller |= anything
     arguments = CALLS[name]()
     for place in flat(arguments):
         one = at(arguments, place)
@@ -176,7 +223,7 @@ def test_wrong_items_and_kinds(name: str) -> None:
     for place in flat(arguments):
         one = at(arguments, place)
         for kind in ("u1", "<u2", "<u4", "<u8"):
-            kept = (name, place[0]) in {("find_exceptions", 0), ("classify", 0), ("combine", 0)}  # words of any size
+            kept = (name, place[0]) in ANY_ITEMS
             if np.dtype(kind).itemsize != one.itemsize and not kept:
                 refused(name, changed(CALLS[name](), place, array(kind, one.size)))
         refused(name, changed(CALLS[name](), place, np.zeros(one.size, "c16")))
@@ -198,7 +245,9 @@ WRITTEN = {
     "unpack_small": [2], "find_exceptions": [2], "take_exceptions": [3, 4, 5], "put_exceptions": [3],
     "classify": [4, 5], "sort": [3], "add_unsorted": [4], "to_bfloat16": [1], "to_float16": [1], "fma": [3],
     "moments": [2, 3], "second_moment": [6], "move": [1], "buffered": [2, 3], "block_sums": [3], "piece_sums": [3],
-    "stream": [1],
+    "mean_scales": [3], "away": [3], "back": [3], "classes": [3, 4], "changes": [2], "unsorted_changes": [4],
+    "scaled": [2], "stream": [1], "literals": [1], "read_literals": [1], "write_group": [4, 5], "read_group": [4, 5],
+    "write_adam": [16, 17], "read_adam": [2, 3, 4, 13], "step_adam": [0, 1, 2], "write_replayed": [20, 21],
 }  # fmt: skip
 """Positions of the arguments that are written."""
 
@@ -248,6 +297,7 @@ def test_arrays_that_overlap(name: str) -> None:
         ("moments", 0, [-1, 3, 1 << 32]),
         ("moments", 1, [-1, 2]),
         ("block_sums", 1, [-1, 16, 1 << 62]),
+        ("mean_scales", 2, [-(1 << 30) - 1, (3 << 29) + 1, 1 << 62]),
     ],
 )
 def test_numbers_out_of_range(name: str, place: int, values: list[int]) -> None:
@@ -275,7 +325,7 @@ def test_more_steps_than_there_is_space_for() -> None:
         assert (memory_of(steps)[-GUARD:] == 0xC3).all()
 
 
-@pytest.mark.parametrize("name", ["sort", "add_unsorted"])
+@pytest.mark.parametrize("name", ["sort", "add_unsorted", "unsorted_changes"])
 @settings(deadline=None, max_examples=short_or(60, 600))
 @given(st.data())
 def test_counts_that_are_not_those_of_the_labels(name: str, data: st.DataObject) -> None:

@@ -203,6 +203,36 @@ def test_payloads_of_either_kind_are_read_by_the_other(kind: str) -> None:
         assert patterns(state) == patterns(new)
 
 
+@settings(max_examples=short_or(5, 100), deadline=None)
+@given(st.integers(0, 1 << 32), st.sampled_from(CASES), st.sampled_from([1, 47, 5000, 30_001]), st.booleans())
+def test_both_kinds_write_the_same_steps(seed: int, case: tuple[str, str], count: int, half: bool) -> None:
+    """States as in training, some of whose numbers were computed otherwise; each kind reads them."""
+    rng = np.random.default_rng(seed)
+    rule = GROUPS[case[0]].rule(optim.Step(3, 1e-3, float(rng.choice([1.0, 0.3]))), case[1])
+    old = [(rng.normal(0, 1, count) * 10.0 ** rng.uniform(-6, 0)).astype("<f4") for _ in rule.slots]
+    for slot in range(2, len(old)):
+        old[slot] = old[slot] ** 2
+    gradient = rng.normal(0, 1e-3, count).astype("<f4")
+    if half:
+        gradient = (gradient.view("<u4") >> 16).astype("<u2")
+    new = [part.copy() for part in old]
+    optim.advance(rule, new, gradient)
+    for part in new:
+        part.view("<u4")[rng.random(count) < rng.choice([0, 0.001, 0.1])] += 1
+    coders = (optim.predicted, optim.replayed)
+    found = []
+    for kind in kernel_choice.KINDS:
+        kernel_choice.use(kind)
+        for level in (0, 1):
+            found.append(optim.predicted.encode(rule, old, new, level=level).tobytes())
+            found.append(optim.replayed.encode(rule, old, new, gradient, level=level).tobytes())
+        for coder, payload in zip(coders, found[-2:], strict=True):
+            state = [part.copy() for part in old]
+            coder.decode(rule, payload, state)
+            assert patterns(state) == patterns(new), kind
+    assert found[:4] == found[4:]
+
+
 @pytest.mark.parametrize("count", [0, 1, 7, 1000])
 def test_missed_words_are_counted_by_their_patterns(count: int) -> None:
     rng = np.random.default_rng(count)
