@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import threading
 import time
 import uuid
@@ -564,6 +565,27 @@ def test_gradients_are_compressed_as_on_the_host(scope: str, momentum: float) ->
     assert [sorted(one) for one in wanted] == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3], [0, 2, 3, 4], [0, 1, 2, 3, 4]]
     for seed in SEEDS:
         assert compressed(seed, "cuda", TopKHook.consumed_later, scope=scope, momentum=momentum) == wanted
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+def test_what_is_not_finite_is_sent_and_never_kept_on_a_device(scope: Any, momentum: float) -> None:
+    with simulated(3) as machine:
+        hook = TopKHook(0.25, scope=scope, momentum=momentum)
+        parameters = [torch.nn.Parameter(torch.zeros(8).cuda()) for _ in range(2)]
+        for one in parameters:
+            one.grad = torch.tensor([math.inf, -math.inf, math.nan, 2.0, math.inf, 0.0, 1.0, -math.inf]).cuda()
+        machine.counts.reset()
+        hook.compress(parameters)
+        assert not [wait for wait in machine.counts.waits if wait.where]
+        sent = sum(int((~one.grad.cpu().isfinite()).sum()) for one in parameters)
+        assert sent == 4, "a scaler sees them"
+        for one in parameters:
+            one.grad = torch.zeros(8).cuda()
+        hook.compress(parameters)
+        wanted = 3.0 if momentum else 2.0
+        assert sorted(one.grad.cpu().max().item() for one in parameters) == [wanted, wanted]
+        assert not machine.hazards
 
 
 @pytest.mark.parametrize("ranks", [0, 2])

@@ -379,9 +379,13 @@ class ReplicaSaves(StateSaves):
         replicated = self._replicated
         if replicated is None:
             return
-        names = [name for one in replicated.mismatches() for name in self._unproven.heard(one, replicated.recipe)]
+        names: list[str] = []
+        wrong: set[int] = set()
+        for one in replicated.mismatches():
+            names += self._unproven.heard(one, replicated.recipe)
+            wrong.update(number for number, fresh in one.unproven.items() if fresh)
         if names:
-            self._consumed.differed()
+            self._consumed.differed(replicated.recipe.rows_of(wrong))
             self._remark(
                 f"replica: {names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} became something else "
                 "than the optimizer's arithmetic says, and that step is not saved (weights that are changed beside the "
