@@ -36,7 +36,7 @@ from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.test_on_device import check, check_sparse  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
-from tools.device import simulated, why_not  # noqa: E402
+from tools.device import campaign, simulated, why_not  # noqa: E402
 from tools.device.__main__ import main, measured  # noqa: E402
 from tools.device.queues import Scheduler  # noqa: E402
 from tools.device.roundings import CONTRACTED  # noqa: E402
@@ -826,6 +826,18 @@ def test_a_hook_of_ddp(ranks: int, scope: Any) -> None:
             torch.distributed.destroy_process_group()
         torch.cuda.synchronize()
         assert not machine.hazards
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_campaign_finds_a_missing_order(tmp_path: Path, broken: bool) -> None:
+    out = tmp_path / "seeds.jsonl"
+    command = ["--seeds", "1", "--only", "full", "--out", str(out), *(["--broken"] if broken else [])]
+    done = CliRunner().invoke(campaign.main, command)
+    assert done.exit_code == broken, done.output
+    assert [bool(json.loads(line)["wrong"]) for line in out.read_text().splitlines()] == [broken, broken]
+    if broken:
+        assert "nothing orders that" in done.output
+    assert "0 cases" in CliRunner().invoke(campaign.main, command).output, "what is done is not done again"
 
 
 def test_the_table_of_a_step(tmp_path: Path) -> None:
