@@ -29,7 +29,8 @@ from ckptstore.errors import StorageError  # noqa: E402
 from ckptstore.formats.optim import arithmetic  # noqa: E402
 from ckptstore.frameworks import bridge, torch_offload  # noqa: E402
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
-from ckptstore.training import LayerwiseSnapshots, TopKHook  # noqa: E402
+from ckptstore.training import Checkpointer, LayerwiseSnapshots, TopKHook  # noqa: E402
+from ckptstore.training.capture.capture_plan import StatePlan  # noqa: E402
 from ckptstore.training.layerwise.layer_sources import LayerSource, staged  # noqa: E402
 from ckptstore.write.steps.updates import LateGradient, arrived  # noqa: E402
 from tests.forms import short_or  # noqa: E402
@@ -487,6 +488,44 @@ def test_a_run_with_compressed_gradients(tmp_path: Path, scope: str) -> None:
 
 
 SAVERS = {"one process": (False, 0), "agent": (True, 0), "ranks": (False, 2), "ranks with agents": (True, 2)}
+
+
+@pytest.mark.parametrize("strategy", ["full", "gradient"])
+def test_a_state_on_a_device_is_flattened_once(tmp_path: Path, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After that by plan, in the order of the stream that is current at each step."""
+    made = StatePlan.whole
+    planned: list[int] = []
+
+    def whole(plan: StatePlan, light: Any) -> Any:
+        planned.append(len(light.tensors))
+        return made(plan, light)
+
+    monkeypatch.setattr(StatePlan, "whole", whole)
+    with simulated(0) as machine:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        wanted: list[Any] = []
+        with Checkpointer(
+            tmp_path / "run", model=model, optimizer=optimizer, strategy=strategy, max_in_flight=2, signals=False
+        ) as saved:
+            saved.resume()
+            for _ in range(6):
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    model(torch.ones(2, 8, device="cuda")).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    wanted.append({name: one.clone() for name, one in model.state_dict().items()})
+                    saved.step()
+                torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        assert not machine.hazards
+        wanted = [{name: one.cpu() for name, one in state.items()} for state in wanted]
+    assert len(planned) >= 5, "states were flattened"
+    store = ckptstore.open(tmp_path / "run")
+    for step, state in enumerate(wanted, 1):
+        same(state, dict(store.load(step)["model"]))
 
 
 @pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])

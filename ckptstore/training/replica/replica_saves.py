@@ -366,7 +366,7 @@ class ReplicaSaves(StateSaves):
             light = self._plan.taken(step, self._ranks)
             if light is not None:
                 self._plans_left = _PLANS
-                return FlatState(light.tree, {**self._plan.tensors, **light.tensors})
+                return self._plan.whole(light)
             self._plan = None
         state = self._captured.state(step, self._ranks)
         flat = bridge.flattened(state, sharded=bool(self._captured.sharding))
