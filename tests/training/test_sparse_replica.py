@@ -238,7 +238,7 @@ def test_after_a_mismatch_only_the_tensors_concerned_are_sent_once_and_counted(
 ) -> None:
     whole: dict[int, set[str]] = {}
     counted: list[tuple[int, ...]] = []
-    advance, is_all_of = ReplicaClient.advance, consumed_gradients._is_all_of
+    advance, judged = ReplicaClient.advance, consumed_gradients.is_all_of
 
     def advanced(self: ReplicaClient, area: Any, told: ReplicaStep) -> Any:
         if told.whole:
@@ -248,10 +248,10 @@ def test_after_a_mismatch_only_the_tensors_concerned_are_sent_once_and_counted(
 
     def counts(sparse: SparseGradient, gradient: Any) -> bool:
         counted.append(tuple(gradient.shape))
-        return is_all_of(sparse, gradient)
+        return judged(sparse, gradient)
 
     monkeypatch.setattr(ReplicaClient, "advance", advanced)
-    monkeypatch.setattr(consumed_gradients, "_is_all_of", counts)
+    monkeypatch.setattr(consumed_gradients, "is_all_of", counts)
     script = Script(tmp_path / "run", exact=False)
 
     def work() -> None:

@@ -43,7 +43,7 @@ from ckptstore.training.replica.replicable_state import Replicable
 from ckptstore.write.capture.snapshot import copy_queued
 from ckptstore.write.steps.updates import LateGradient
 
-__all__ = ["ConsumedGradients", "ConsumedStep"]
+__all__ = ["ConsumedGradients", "ConsumedStep", "is_all_of"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 _WORTH: Final = 64 << 10
@@ -323,7 +323,7 @@ class ConsumedGradients:
             sparse = entries.get(parameter)
             if sparse is None:
                 continue
-            if parameter in self._counted and not _is_all_of(sparse, parameter.grad):
+            if parameter in self._counted and not is_all_of(sparse, parameter.grad):
                 continue
             form = recipe.layout.tensors[recipe.rows[row].weight]
             if (form.dtype, form.nbytes) != ("F32", 4 * sparse.size):
@@ -447,7 +447,7 @@ def _in_turn(jobs: Sequence[Callable[[], None]]) -> None:
         job()
 
 
-def _is_all_of(sparse: SparseGradient, gradient: torch.Tensor | None) -> bool:
+def is_all_of(sparse: SparseGradient, gradient: torch.Tensor | None) -> bool:
     """Whether an fp32 gradient is +0.0 everywhere but in its entries."""
     if gradient is None:
         return False
