@@ -34,7 +34,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Restore, import and copy": {
         "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file, or as a framework reads it."),
-        "publish": ("publish", "Keep a folder or a bucket's prefix of weights in step with a run."),
+        "publish": ("publish", "Keep a folder or a bucket's prefix of weights up to date with a run."),
         "import": ("import_", "Store files and folders of other tools as checkpoints."),
         "copy": ("copy", "Copy checkpoints to another place."),
         "sync": ("sync", "Copy to a second tier what is missing there."),
@@ -265,7 +265,7 @@ def main() -> NoReturn:
     heed_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a character that the terminal cannot show is no error
+            stream.reconfigure(errors="backslashreplace")  # a character that the terminal cannot show is not an error
     if "_CKPT_COMPLETE" in os.environ:  # a shell asks for completions
         from ckptstore.cli import shell_completion
 

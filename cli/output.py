@@ -260,7 +260,7 @@ def spark(values: Sequence[float], width: int, encoding: str | None) -> str:
 _LEAST: Final = 16
 """Minimum columns for the last column of a table to be wrapped on a terminal."""
 _INDENT: Final = "  "
-"""Indentation of the other columns, if the first one stands on a line of its own."""
+"""Indentation of the other columns, if the first one is on its own line."""
 
 
 def breadth(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
@@ -273,7 +273,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, fit: bool =
     """Draw aligned columns, two spaces apart, without cutting text off, so that it can be searched.
 
     ``>HEADING`` aligns right. If all headings are empty, the heading line is omitted. On a narrow terminal the last
-    column is wrapped if it is aligned left; otherwise the first column stands on a line above the others.
+    column is wrapped if it is aligned left; otherwise the first column is on a line above the others.
     Without `fit` each row is one line in any case.
     """
     drawn = _drawn(headings, [list(row) for row in rows], columns() if fit else None)

@@ -21,7 +21,7 @@ def counted(count: int, noun: str, *verb: str) -> str:
 
 
 def checkpoints(refs: Sequence[str]) -> str:
-    """Format ``29 checkpoints: 46..70@2, 144@3``; a single one by its REF alone."""
+    """Format ``29 checkpoints: 46..70@2, 144@3``; a single one only by its REF."""
     return refs[0] if len(refs) == 1 else f"{counted(len(refs), 'checkpoint')}: {ranges(refs)}"
 
 

@@ -16,7 +16,7 @@ _MOST: Final = 12
 _LONGEST: Final = 200
 """Maximum letters of a text shown in a cell."""
 _ROWS: Final = 50
-"""Maximum rows of a list. Of a longer list the first and last rows are shown."""
+"""Maximum rows of a list. A longer list is shown by its first and last rows."""
 _CELL: Final = "text-align:left;vertical-align:top;padding:2px 8px"
 
 

@@ -12,8 +12,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-import numpy as np
-
 from ckptstore.errors import FormatError
 
 __all__ = ["MAX_ARRAYS", "MAX_DEPTH", "MAX_DIGITS", "MAX_MARKS", "MAX_STRING", "bounded", "check", "dumps", "loads"]
@@ -40,7 +38,7 @@ def dumps(value: Any) -> bytes:
 
 
 def bounded(value: Any, *, what: str, max_marks: int = MAX_MARKS) -> bytes:
-    """Return `dumps(value)` after checking that `loads` accepts a text with so many values.
+    """Return `dumps(value)` after checking that it does not have too many values for `loads`.
 
     Raises:
         FormatError: too many values: a text must not be written if it cannot be read.
@@ -212,6 +210,8 @@ def _without_strings(text: bytes) -> Iterator[bytes]:
 
 def _depth(text: bytes) -> int:
     """Return the nesting depth of JSON text, without brackets inside strings. Linear time, no recursion."""
+    import numpy as np  # few texts are deep; `ckpt log` reads none that is
+
     deepest = depth = 0
     for piece in _without_strings(text):
         brackets = piece.translate(_STEPS, _NO_BRACKET)

@@ -13,7 +13,7 @@ _Settings = dict[str, Any] | None
 
 
 def get_requires_for_build_wheel(config_settings: _Settings = None) -> list[str]:
-    """What building a wheel needs beside `build-system.requires`."""
+    """What building a wheel needs in addition to `build-system.requires`."""
     return [*build_meta.get_requires_for_build_wheel(config_settings), *_compiler()]
 
 

@@ -23,9 +23,9 @@ static void stream_copy(char *out, const char *source, size_t count)
         _mm_stream_si128((__m128i *)(out + 32), c);
         _mm_stream_si128((__m128i *)(out + 48), d);
     }
-    _mm_sfence(); /* other threads see the data */
+    _mm_sfence(); /* other threads see these stores before later ones */
     memcpy(out, source, count - head - body * LINE);
 #else
-    memcpy(out, source, count); /* the processor decides */
+    memcpy(out, source, count); /* other processors: an ordinary copy */
 #endif
 }

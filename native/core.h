@@ -30,7 +30,7 @@ typedef float ANYWHERE f32;
 #define GLUE(a, b) GLUE_(a, b)
 #define INLINE static inline __attribute__((always_inline))
 
-/* Elements depend on no other element, also if an array is written in place. */
+/* Before a loop: no element depends on another one, even if an array is written in place. */
 #if defined(__clang__)
 #define EACH _Pragma("clang loop vectorize(assume_safety) interleave(enable)")
 #else
@@ -46,7 +46,7 @@ struct plane {
     size_t size;
 };
 
-/* Arrays by index are those of words of 1, 2, 4 and 8 bytes. */
+/* An array of functions has one for words of 1, 2, 4 and 8 bytes each. */
 struct loops {
     const char *name;
     void (*difference[4])(const void *new, const void *base, void *out, size_t count);

@@ -26,15 +26,15 @@ NATIVE = Path(__file__).resolve().parent
 SOURCE = NATIVE / "module.c"
 IN_PLACE = NATIVE.parent / "formats" / "core.abi3.so"
 LEAST = 0x030B0000
-"""The oldest version of CPython that the module runs on: it uses nothing beside the limited API of 3.11."""
+"""The oldest version of CPython that the module runs on: it uses only the limited API of 3.11."""
 FLAGS = (
     "-std=c11",
     "-O3",
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",
-    # No operation is fused or left out, so every instruction set computes the same bits. (Errors of `sqrtf` and traps
-    # are nowhere looked at; without these two options no such loop uses vectors.)
+    # No operation is fused or left out, so every instruction set computes the same bits. (Nothing reads
+    # errno after `sqrtf` or uses traps; without these two options such loops would not use vectors.)
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -98,7 +98,7 @@ def _compile(output: Path, target: str | None, extra: Sequence[str]) -> None:
             raise CannotCompileError(f"there is no C compiler {os.environ['CC']!r} (CC)")
         if importlib.util.find_spec("ziglang") is None:
             raise CannotCompileError("there is no C compiler (CC, cc, gcc, clang), and the package ziglang is missing")
-        # Without a target it would use every instruction of this processor, also where the loops are for all.
+        # Without a target it would use all of this processor's instructions, also in the loops for every processor.
         command = [sys.executable, "-m", "ziglang", "cc", "-target", target or _this_machine()]
     output.parent.mkdir(parents=True, exist_ok=True)
     made = output.with_name(f"{output.name}.{os.getpid()}.tmp")

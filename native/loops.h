@@ -1,5 +1,5 @@
 /* All loops for one instruction set: ISA is its name, and the compiler's target is set around the inclusion. */
-#define TILE 1024 /* words: a tile of any size, and what is made of it, stays in the first-level cache */
+#define TILE 1024 /* words: a tile and its planes stay in the first-level cache, for every word size */
 
 #define BITS 8
 #include "words.h"

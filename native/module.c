@@ -57,7 +57,7 @@ static const struct loops *usable[3]; /* the best last */
 static size_t usable_count;
 static const struct loops *volatile chosen;
 
-/* Not __builtin_cpu_supports: not every compiler's runtime has it. */
+/* __builtin_cpu_supports is not in every compiler's runtime. */
 static void look_at_the_processor(void)
 {
     usable[usable_count++] = &loops_baseline;
@@ -204,7 +204,7 @@ static int alike(const struct array *one, const struct array *other)
     return one->item == other->item && one->count == other->count;
 }
 
-/* Whether all arrays from `first` on are fp32 numbers, and as many. */
+/* Whether all arrays from `first` on have fp32 numbers, and the same length. */
 static int floats(const struct call *call, size_t first)
 {
     for (size_t i = first; i < call->array_count; i++)
@@ -230,7 +230,7 @@ static int width(const struct array *array)
 #define NEED(condition, why)                                                                                           \
     if (!(condition))                                                                                                  \
         return refused(&call, why);
-/* Few bytes are done sooner than another thread would have got the lock and given it back. */
+/* A short loop ends before another thread could have taken the lock and released it. */
 #define RUN(bytes, ...)                                                                                                \
     do {                                                                                                               \
         if ((bytes) >= UNLOCKED) {                                                                                     \
@@ -275,7 +275,7 @@ FUNCTION(rotate_left)
     NONE;
 }
 
-/* Returns why the planes of a list are not those of `words`, or of its low bytes, or NULL. */
+/* Whether the planes of a list fit `words`, or its low bytes. Returns the reason if not, else NULL. */
 static const char *planes_of(const struct call *call, const struct array *words, int all, struct plane *planes)
 {
     size_t bytes = 0;
@@ -398,7 +398,7 @@ FUNCTION(put_exceptions)
 /* The sum of n log n over a histogram, by the caller's table; and the greatest count. */
 static long long information(const uint32_t *counts, size_t number, const i64 *n_log_n, uint32_t *most)
 {
-    unsigned long long found = 0; /* of any table: a signed sum could overflow */
+    unsigned long long found = 0; /* unsigned: with an arbitrary table a signed sum could overflow */
     for (size_t i = 0; i < number; i++) {
         found += (unsigned long long)n_log_n[counts[i]];
         *most = counts[i] > *most ? counts[i] : *most;
@@ -470,8 +470,9 @@ FUNCTION(classify)
     NONE;
 }
 
-/* The start of each quarter's part of each class in the sorted words. They lie class by class, then by quarter. Other
- * classes begin at the end, where nothing is written. Returns 0 if the counts are not of `count` words. */
+/* The start of each quarter's part of each class in the sorted words. They are in the order of classes, then of
+ * quarters. Other classes begin at the end, where nothing is written. Returns 0 if the counts do not add up to `count`.
+ */
 static int first_places(const struct array *counts, size_t count, uint64_t (*places)[256])
 {
     size_t classes = counts->count / 4;
@@ -678,7 +679,7 @@ FUNCTION(piece_sums)
         u64 *sums = a[3].at;
         size_t at = 0;
         for (size_t i = 0; i < a[3].count && !changed; i++) {
-            int64_t end = ((const volatile i64 *)ends)[i]; /* read once: another thread may write it meanwhile */
+            int64_t end = ((const volatile i64 *)ends)[i]; /* read only once: another thread may write it in between */
             changed = end < (int64_t)at || (uint64_t)end > a[0].count || (uint64_t)end - at > a[2].count;
             if (!changed) {
                 sums[i] = loops->sum(words + at, a[2].at, (size_t)end - at);

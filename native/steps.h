@@ -1,6 +1,6 @@
 /* Optimizer arithmetic: every operation is in fp32 and rounded once (-ffp-contract=off); FUSED is a fused operation.
  *
- * The NaN that an operation makes does not matter, because 7fc00000 is stored for all.
+ * The bits of a computed NaN do not matter, because every NaN is stored as 7fc00000.
  */
 #define FUSED(a, b, c) __builtin_fmaf(a, b, c)
 #define SETTLED(x) ((x) == (x) ? (x) : __builtin_nanf(""))

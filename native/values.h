@@ -44,7 +44,7 @@ static void NAME(unpack_small)(const u8 *packed, int bits, u8 *out, size_t count
         out[whole * per + lane] = (u8)(packed[whole] >> (size_t)bits * lane & ((1 << bits) - 1));
 }
 
-/* With one table, equal neighbours would wait for each other. */
+/* Four tables: with one, the increments of equal neighbours would wait for each other. */
 static void NAME(histogram)(const u8 *values, size_t count, uint32_t *counts)
 {
     uint32_t tables[4][256];

@@ -237,7 +237,7 @@ static void NAME(classify)(const void *base_, int shift, uint64_t low, uint64_t 
     if (place >= count)                                                                                                \
         return 0;
 
-/* Each place depends on the one before. So four quarters are sorted at once. Returns 0 for places outside. */
+/* Each position depends on the previous one, so four quarters are sorted at a time. Returns 0 if one is outside. */
 static int NAME(sort)(const void *words_, const u8 *labels, uint64_t (*places)[256], void *out_, size_t count)
 {
     const WORD *words = words_;

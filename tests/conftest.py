@@ -53,7 +53,7 @@ DAMAGED = (
     "tools/test_crash_buckets.py",
     "tools/test_torture_mishaps.py",
 )
-"""Files whose tests damage logs on purpose, so that `DamagedLogWarning` is no error there. The warning has its own
+"""Files whose tests damage logs on purpose, so that `DamagedLogWarning` is not an error there. The warning has its own
 tests in `store/test_damaged_log.py`. In every other file a log that is reported as damaged is a failure."""
 
 BRISK = (

@@ -195,7 +195,7 @@ def test_private_names_are_used_in_the_inside_modules_alone() -> None:
 def test_private_names_are_found_wherever_they_hide() -> None:
     source = """
 '''Prose: writer._lock
-is no use.'''
+is not a use.'''
 from ckptstore.log.log_reader import _LogRead, read
 class Sink(Base):
     def write(self):

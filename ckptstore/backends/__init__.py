@@ -1,6 +1,6 @@
 """Open a store's medium: `open_backend` takes a path or a URL and returns the `Backend` for it.
 
-Imports `host` alone. It loads numpy, obstore and fsspec only when a URL needs them, so that ``ckpt`` starts quickly.
+Imports only `host`. It loads numpy, obstore and fsspec only when a URL needs them, so that ``ckpt`` starts quickly.
 """
 
 from __future__ import annotations
@@ -76,5 +76,5 @@ def open_backend(
     if isinstance(url, str) and (almost := _ALMOST.match(text)) is not None and not os.path.lexists(text):
         name = almost[1].lower()
         meant = f"{name}://{'/' if schemes.SCHEMES[name].path else ''}{text[almost.end() :]}"
-        raise UsageError(f"{text} is no URL; did you mean {meant}? (./{text} is a folder of that name)")
+        raise UsageError(f"{text} is not a URL; did you mean {meant}? (./{text} is a folder of that name)")
     return schemes.open_path(text, text, create)

@@ -24,13 +24,14 @@ import errno
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from ckptstore.backends.costs import Costs
-from ckptstore.backends.sharing import SaveSpace
-from ckptstore.errors import ForeignObjectError, StorageError, UsageError
+from ckptstore.backends.sharing import SaveSpace, Sharing
+from ckptstore.backends.space_bound import Limit, Reclaiming, SpaceBound
+from ckptstore.errors import ForeignObjectError, KeyNotFoundError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from ckptstore.host.buffers import Bytes  # numpy: listing a store does not need it
@@ -193,6 +194,7 @@ class Backend(ABC):
         sends_late: a segment is sent to the medium when it is sealed, not while it is written. So it is worth filling
             the next segment meanwhile, with memory for two.
         costs: requests and bytes so far if the medium charges for them, else None.
+        bound: the limit that `limit_space` has set; None: there is none.
     """
 
     url: str
@@ -201,6 +203,8 @@ class Backend(ABC):
     anchored: bool = False
     segment_bytes: int = SEGMENT_BYTES
     sends_late: bool = False
+    bound: SpaceBound | None = None
+    _reclaim: Callable[[Backend], int] | None = None
 
     @property
     def shows_parts(self) -> bool:
@@ -280,18 +284,47 @@ class Backend(ABC):
         """Delete spare files of released segments beyond `limit` bytes -> bytes that are still kept. Never raises."""
         return 0
 
-    def check_space(self, nbytes: int) -> None:  # noqa: B027 - most media do not know
-        """Raise `StorageError` (ENOSPC) if `nbytes` of new segments certainly do not fit. If unsure, do nothing."""
+    def check_space(self, nbytes: int) -> None:
+        """Raise `StorageError` (ENOSPC) if `nbytes` of new segments certainly do not fit. If unsure, do nothing.
+
+        Args:
+            nbytes: of a full, where there is a limit (`limit_space`).
+        """
+        if self.bound is not None:
+            self.bound.admit(nbytes, nbytes)
+
+    def limit_space(self, limit: Limit | None, retire: Callable[[], object] = lambda: None) -> None:
+        """Limit the bytes of all segments from now on, for saves through this backend; None: do not.
+
+        A save claims what it may take at most with `check_space` or `SpaceBound.admit`, before it opens a sink.
+
+        Args:
+            retire: called before unneeded data is deleted for a save: retires checkpoints that no rule keeps.
+        """
+        self.bound = None
+        if limit is not None:
+            reclaiming = Reclaiming()
+            reclaiming.reclaim = lambda: 0 if self._reclaim is None else self._reclaim(self)
+            self.bound = SpaceBound(limit, self.segments_nbytes, Sharing(), reclaiming.collect, retire, self.url)
+
+    def segments_nbytes(self) -> int:
+        """Bytes of all segments, unfinished ones too if they can be seen. Raises `StorageError`."""
+        total = 0
+        for key in self.list("seg/"):
+            with suppress(KeyNotFoundError, ForeignObjectError):
+                total += self.size(key)
+        return total
 
     def begin_save(self) -> SaveSpace:
         """Begin a save. If space is short, it waits for other saves of this process before it fails.
 
         It waits until the other saves call `SaveSpace.end`, after their commits, because a commit may free space.
         """
-        return SaveSpace()
+        return SaveSpace() if self.bound is None else self.bound.begin_save()
 
-    def reclaim_with(self, reclaim: Callable[[Backend], int]) -> None:  # noqa: B027 - most media have no end
+    def reclaim_with(self, reclaim: Callable[[Backend], int]) -> None:
         """Call `reclaim` before a write fails for lack of space: it deletes unneeded data and returns its bytes."""
+        self._reclaim = reclaim
 
     def upkeep(self) -> AbstractContextManager[None]:
         """Context in which this thread may use the space that is reserved for freeing space."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from ckptstore.backends.base import Backend
 from ckptstore.backends.local_disk.local import LocalBackend
 
-__all__ = ["alone", "root_of"]
+__all__ = ["exclusive_access", "root_of"]
 
 _local_locks: dict[str, threading.Lock] = {}
 _local_locks_lock = threading.Lock()
@@ -31,7 +31,9 @@ def root_of(backend: Backend) -> str | None:
 
 
 @contextlib.contextmanager
-def alone(backend: Backend, patience: Callable[[], bool] = lambda: True, *, make: bool = False) -> Iterator[bool]:
+def exclusive_access(
+    backend: Backend, patience: Callable[[], bool] = lambda: True, *, make: bool = False
+) -> Iterator[bool]:
     """Hold exclusive access to this place, on this machine, during the ``with``.
 
     Two drains of one store, or two copies to one place, would write the same segments, and one could replace a segment

@@ -74,7 +74,7 @@ def open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backe
     except CkptError:
         raise
     except ValueError as error:  # NUL, lone surrogates
-        raise UsageError(f"{url!r} is no path: {error}") from error
+        raise UsageError(f"{url!r} is not a path: {error}") from error
     except OSError as error:
         raise StorageError(error.errno, f"cannot be opened: {error.strerror}", url) from error
     if there is not None and not stat.S_ISDIR(there):

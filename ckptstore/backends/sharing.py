@@ -76,6 +76,33 @@ class Sharing:
                 self._claims[here] = nbytes
             return True
 
+    def claim_patiently(self, claimed: Callable[[], bool], collect: Callable[[], bool], tries: int) -> bool:
+        """Claim space for this thread's save; if there is too little, free some or wait for other saves -> success.
+
+        Args:
+            claimed: tries to claim it.
+            collect: deletes what nothing needs -> whether something was deleted.
+            tries: how often to collect at most, until another save ends.
+        """
+        done = 0
+        while not claimed():
+            done += 1
+            # Prevents: a save that fails because another save took the space that this one had freed.
+            if done < tries and collect():
+                continue
+            # Prevents: a save that fails while another is running whose commit retires what takes the space.
+            if self.outlast(self.here()):
+                done = 0
+                continue
+            # Prevents: a save that fails because another thread reclaimed first. Claim the space that it freed.
+            return claimed()
+        return True
+
+    def claimed(self) -> int:
+        """The bytes that running saves have claimed and not yet allocated."""
+        with self._changed:
+            return sum(self._claims.values())
+
     def allocated(self, save: _Save | None, nbytes: int) -> None:
         """Reduce a save's claim by bytes that are now allocated: the medium itself counts them as used."""
         with self._changed:

@@ -229,4 +229,4 @@ def _persistent_memory(folder: Path) -> Finding:
     if mapped:
         what = "MAP_SYNC works, libpmem.so.1 is not installed: pmem:// would sync through msync"
         return Finding("medium", "PMEM", "slow", what, "install libpmem (PMDK)", values)
-    return Finding("medium", "PMEM", "absent", "no MAP_SYNC here: this is no persistent memory", None, values)
+    return Finding("medium", "PMEM", "absent", "no MAP_SYNC here: this is not persistent memory", None, values)

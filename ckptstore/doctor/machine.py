@@ -98,7 +98,7 @@ def _processor(*, quick: bool) -> Finding:
         values |= {"copy_bytes_per_second": copy, "hash_bytes_per_second": digest}
         what += f"; {counted(default_threads(), 'thread')} copy {bandwidth(copy)} and hash {bandwidth(digest)}"
     if cores < 2:
-        do = "give the job a second core: compressing and writing run beside training, and share its core here"
+        do = "give the job a second core: compressing and writing run while training runs, and share its core here"
         return Finding("machine", "processor", "slow", what, do, values)
     return Finding("machine", "processor", "works", what, None, values)
 

@@ -13,7 +13,7 @@ The files of Hugging Face's Trainer and Accelerate become a dict:
 ``training_args.bin`` is a pickled `TrainingArguments`, which only its own code can make. It is kept as bytes, and never
 unpickled.
 
-If a folder has weights and no other part, the state is the weights alone, without the files of the last row.
+If a folder has weights and no other part, the state is only the weights, without the files of the last row.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def _deepspeed_commands(step: Path) -> str:
     above, universal = step.parent, step.with_name(f"{step.name}_universal")
     return (
         f"with its optimizer, import {universal}, which this makes: python -m deepspeed.checkpoint.ds_to_universal "
-        f"--input_folder {step} --output_folder {universal}; the weights alone are made by: "
+        f"--input_folder {step} --output_folder {universal}; to convert only the weights: "
         f"python {above}/zero_to_fp32.py {above} {above.name}-fp32 --safe_serialization"
     )
 

@@ -62,7 +62,7 @@ def export_dcp(
         progress: called with the number of tensor bytes written.
 
     Raises:
-        UsageError: `out` exists or is inside a store; the state is no dict.
+        UsageError: `out` exists or is inside a store; the state is not a dict.
         MissingDependencyError: torch is not installed.
         UnsupportedStateError: such a folder cannot have the state.
         StorageError: the output cannot be written. Nothing is left behind.
@@ -168,7 +168,7 @@ class _Content:
 def _content(found: RestoreSource, torch_side: ModuleType, reads: _Reads) -> _Content:
     tree = found.tree
     if not isinstance(tree, dict) or tag_of(tree) not in (None, "$odict", "$dict"):
-        raise UsageError(f"checkpoint {found.ref}: a folder of DCP holds a dict, and this state is none")
+        raise UsageError(f"checkpoint {found.ref}: a DCP folder holds a dict, and this state is not one")
     about = _about(tree, found.tensors)
     tensors = about.get("bytes", {}) | {one: True for two in about.get("pieces", {}).values() for one in two}
     in_memory = set(_inside_values(tree)) | {name for names in about.get("parts", {}).values() for name in names}
@@ -199,14 +199,14 @@ def _about(tree: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
         return {}
     about = unflatten(tree[ABOUT], lambda name, _: name)
     if not isinstance(about, dict) or not all(isinstance(one, dict) for one in about.values()):
-        raise _made_up("it is no dict of dicts")
+        raise _made_up("it is not a dict of dicts")
     pieces = about.get("pieces", {})
     names = [*about.get("bytes", {})]
     for name, found in pieces.items():
         if not isinstance(found, dict) or not found or not all(map(_is_place, found.values())):
             raise _made_up(f"the pieces of {name!r:.80} are {found!r:.80}")
         if [piece_name(name, said["offset"]) for said in found.values()] != list(found):
-            raise _made_up(f"the pieces of {name!r:.80} have other names than their places")
+            raise _made_up(f"the pieces of {name!r:.80} are not named after their places")
         names += found
     for found in about.get("parts", {}).values():
         names += found if isinstance(found, list) else [found]

@@ -151,7 +151,7 @@ def _joined(state: Any, file: Path, choice: KeyChoice | None) -> Any:
     """The state with the members of a file beside DCP's."""
     more = load_file(file, ExitStack(), choice, nested=True)
     if not isinstance(more, dict) or not isinstance(state, dict):
-        raise FormatError(f"{file}: is no dict, as belongs beside a folder of DCP")
+        raise FormatError(f"{file} is not a dict, as a file in a DCP folder must be")
     if twice := [key for key in more if key in state]:
         raise FormatError(f"{file}: the key {twice[0]!r:.80} is also in the folder's .metadata")
     return state | more
@@ -193,7 +193,7 @@ def _nested(found: Mapping[str, Any], said: DcpMetadata) -> Any:
         for key in above:
             place = place.setdefault(key, _Node())
             if not isinstance(place, _Node):
-                raise FormatError(f"{name} lies below a value, at {key!r:.80}")
+                raise FormatError(f"{name} is inside a value that is not a container, at {key!r:.80}")
         if last in place:
             raise FormatError(f"two names have the path of {name}")
         place[last] = value

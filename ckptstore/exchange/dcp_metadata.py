@@ -169,7 +169,7 @@ def _checked(found: Any) -> DcpMetadata:
     values: dict[str, DcpItem] = {}
     for name, said in found.fields["state_dict_metadata"].items():
         if not isinstance(name, str):
-            raise FormatError(f"a name is {name!r:.80}")
+            raise FormatError(f"an invalid name: {name!r:.80}")
         if getattr(said, "kind", "") == "BytesStorageMetadata":
             values[name] = items[name, None]
         else:
@@ -185,7 +185,7 @@ def _checked(found: Any) -> DcpMetadata:
 
 def _expect(value: Any, kind: str) -> None:
     if getattr(value, "kind", "") != kind:
-        raise FormatError(f"{kind} is expected, not {value!r:.80}")
+        raise FormatError(f"expected {kind}, not {value!r:.80}")
 
 
 def _item(name: str, place: Any) -> DcpItem:
@@ -197,7 +197,9 @@ def _item(name: str, place: Any) -> DcpItem:
     file, offset, length = (place.fields[one] for one in ("relative_path", "offset", "length"))
     named = isinstance(file, str) and Path(file).name == file and file not in ("", "..") and "\0" not in file
     if not named or not all(type(one) is int and one >= 0 for one in (offset, length)):
-        raise FormatError(f"{name} lies at {file!r:.80}, {length!r:.20} bytes from byte {offset!r:.20}")
+        raise FormatError(
+            f"{name} has an invalid place: file {file!r:.80}, {length!r:.20} bytes from byte {offset!r:.20}"
+        )
     return DcpItem(file, offset, length)
 
 
@@ -223,5 +225,5 @@ def _tensor(name: str, said: Any, items: Mapping[tuple[str, tuple[int, ...] | No
 
 def _path(keys: Any) -> tuple[str | int, ...]:
     if not isinstance(keys, tuple) or not all(type(key) in (str, int) for key in keys):
-        raise FormatError(f"a path in the state is {keys!r:.80}")
+        raise FormatError(f"an invalid path in the state: {keys!r:.80}")
     return keys

@@ -190,7 +190,8 @@ def _steps(
     if step != "auto":
         if len(paths) > 1:
             raise UsageError(
-                f"one step given for {len(paths)} files; import them one by one, or omit it to use the names"
+                f"one step was given for {len(paths)} files: import them one by one, or leave the step out "
+                "to use the names"
             )
         found: list[tuple[int, Path]] = [(step_number(step), paths[0][0])]
     else:

@@ -29,7 +29,7 @@ def save_file(obj: Any, path: Path) -> None:
     kind: Literal["safetensors", "pt"] = "safetensors" if path.suffix.lower() == ".safetensors" else "pt"
     if converted := export_state(bridge.flattened(obj), path, kind):
         warn(
-            f"{path}: numpy arrays became tensors, numpy numbers Python's, frozensets sets, because "
+            f"{path}: numpy arrays became tensors, numpy numbers became Python's, frozensets became sets, because "
             f"torch.load(weights_only=True) refuses them (a store keeps them): {', '.join(converted[:3])}"
         )
 
@@ -38,7 +38,7 @@ def load_file(path: Path, *, map_location: Any, framework: Literal["torch", "num
     """Load the state in a torch or safetensors file; the contents say which. Pickled code is never run.
 
     Args:
-        map_location, mmap: as for ``torch.load``; of a safetensors file, the device alone counts.
+        map_location, mmap: as for ``torch.load``; for a safetensors file, only the device matters.
         framework: as for `Store.load`.
 
     Raises:
@@ -46,7 +46,7 @@ def load_file(path: Path, *, map_location: Any, framework: Literal["torch", "num
         as `weight_files.open_file`.
     """
     if framework not in (None, "torch", "numpy"):
-        raise UsageError(f"framework={framework!r}: 'torch' or 'numpy'")
+        raise UsageError(f"framework={framework!r}: expected 'torch' or 'numpy'")
     try:
         torch_file = is_torch(path)
     except OSError:

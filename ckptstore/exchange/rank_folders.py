@@ -130,7 +130,7 @@ def _universal(files: _Files) -> dict[str, Any]:
         elif entry.suffix == ".pt" and entry.stem not in ("universal", "model_states", *state):
             state[entry.stem] = files.load(entry, entry.stem)
         else:
-            raise UsageError(f"{entry} is no file of a universal checkpoint: --leave-out {entry.name}")
+            raise UsageError(f"{entry} is not a file of a universal checkpoint: --leave-out {entry.name}")
     if not weights:
         raise UsageError(f"{files.folder}: nothing is left to import")
     if more:
@@ -141,7 +141,7 @@ def _universal(files: _Files) -> dict[str, Any]:
             name = entry.name.removesuffix(_MODEL_STATES)
             ranks[name] = files.load(entry, f"model_states.{name}")
         elif entry.name != "zero":
-            raise UsageError(f"{entry} is no part of a universal checkpoint: --leave-out {entry.name}")
+            raise UsageError(f"{entry} is not part of a universal checkpoint: --leave-out {entry.name}")
     if ranks:
         state["model_states"] = ranks
         _reshape(files, state, ranks)
@@ -202,7 +202,7 @@ def _parameter(
     found: dict[str, Any] = {}
     for file in kept:
         if file.suffix != ".pt" or not file.is_file():
-            raise UsageError(f"{file} is no file of a universal checkpoint: --leave-out {file.name}")
+            raise UsageError(f"{file} is not a file of a universal checkpoint: --leave-out {file.name}")
         if file.name == _WEIGHT:
             continue
         key = f"optimizer.state.{name}.{file.stem}"
@@ -227,7 +227,7 @@ def _tensor(files: _Files, file: Path, key: str) -> tuple[Any, dict[str, Any]]:
     said = dict(loaded) if isinstance(loaded, dict) else {"param": loaded}
     tensor = said.pop("param", None)
     if not hasattr(tensor, "shape"):
-        raise FormatError(f"{file}: no tensor at the key 'param', so it is no file of a universal checkpoint")
+        raise FormatError(f"{file}: no tensor at the key 'param', so it is not a file of a universal checkpoint")
     return tensor, said
 
 
@@ -248,7 +248,7 @@ def _only_rank(folder: Path) -> Path | None:
 def _megatron(files: _Files, rank: Path) -> dict[str, Any]:
     for entry in files.within(files.folder):
         if entry != rank:
-            raise UsageError(f"{entry} is no part of the checkpoint in {rank}: --leave-out {entry.name}")
+            raise UsageError(f"{entry} is not part of the checkpoint in {rank}: --leave-out {entry.name}")
     kept = files.within(rank)
     if rank / _MAIN not in kept:
         raise UsageError(f"{files.folder}: nothing is left to import")
@@ -256,10 +256,10 @@ def _megatron(files: _Files, rank: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         if files.refused:
             return {}
-        raise FormatError(f"{rank / _MAIN}: is no dict, as Megatron-LM writes")
+        raise FormatError(f"{rank / _MAIN} is not a dict, which Megatron-LM would write")
     for file in kept:
         if file.name != _MAIN:
             if file.suffix != ".pt" or file.stem in state:
-                raise UsageError(f"{file} is no part of Megatron-LM's checkpoint: --leave-out {file.name}")
+                raise UsageError(f"{file} is not part of Megatron-LM's checkpoint: --leave-out {file.name}")
             state[file.stem] = files.load(file, file.stem)
     return state

@@ -113,7 +113,7 @@ def _entries(path: Path, header: Mapping[str, Any], length: int) -> list[tuple[s
         if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets)):
             raise FormatError(f"{path}: tensor {name!r:.80} has no data_offsets")
         if not 0 <= offsets[0] <= offsets[1] <= length:
-            raise FormatError(f"{path}: tensor {name!r:.80} lies outside the file")
+            raise FormatError(f"{path}: tensor {name!r:.80} is outside the file")
         found.append((name, entry, offsets[0]))
     return found
 

@@ -70,7 +70,7 @@ def _files_of(folder: str | Path) -> dict[str, Any]:
     """The files of a model's folder without its weights: name -> bytes. Raises `UsageError`, `OSError`."""
     found = Path(folder)
     if not (found / "config.json").is_file():
-        raise UsageError(f"{folder}: is no folder of a model: it has no config.json")
+        raise UsageError(f"{folder} is not a model's folder: it has no config.json")
     files = sorted(one for one in found.iterdir() if one.is_file() and not one.name.startswith("."))
     kept = [one for one in files if one.suffix not in _WEIGHTS and not one.name.endswith(".index.json")]
     return {one.name: np.frombuffer(one.read_bytes(), np.uint8) for one in kept if one.name not in _OF_TRAINER}
@@ -106,7 +106,7 @@ def export_layout(
     """
     if layout == "lightning":
         if max_shard_bytes is not None:
-            raise UsageError("--layout lightning writes one file: --max-shard-size does not go with it")
+            raise UsageError("--layout lightning writes one file: leave --max-shard-size out")
         return export_lightning(journal, ref, out, progress)
     out = Path(out)
     with output_folder(out) as folder:
@@ -127,7 +127,7 @@ def export_layout(
 def model_files(found: RestoreSource) -> dict[str, bytes]:
     """The configuration and the tokenizer that a checkpoint holds: name of a file -> its bytes. Empty: it holds none.
 
-    Raises `FormatError`: a name is no name of a file.
+    Raises `FormatError`: a name is not a file name.
     """
     try:
         files = _Contents(found, "hf", ModelOptions()).files
@@ -155,11 +155,11 @@ class _Contents:
             raise UsageError(
                 f"checkpoint {found.ref} holds no config.json, which --layout {layout} needs: it was not saved by "
                 "ckptstore.integrations.huggingface or imported from a Trainer's folder. With --layout hf pass "
-                "--config FOLDER of the model it came from, or leave --layout out to write the weights alone"
+                "--config FOLDER of the model it came from, or leave --layout out to write only the weights"
             )
         self._files: Mapping[str, Any] = files
         if self._whole and self._state() is None:
-            raise UsageError(f"checkpoint {found.ref} holds no state of a Trainer: --layout hf writes the model alone")
+            raise UsageError(f"checkpoint {found.ref} holds no state of a Trainer: --layout hf writes only the model")
 
     def _check_model(self, layout: Layout) -> None:
         """Raise `UsageError` unless the tensors with the prefix are a model."""
@@ -178,11 +178,11 @@ class _Contents:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Name of a file that was saved byte by byte -> its bytes. Raises `FormatError`: one is no name of a file."""
+        """Name of a file that was saved byte by byte -> its bytes. Raises `FormatError`: one is not a file name."""
         found: dict[str, bytes] = {}
         for name, data in self._files.items():
             if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
-                raise FormatError(f"checkpoint {self._found.ref}: {name!r:.80} is no name of a file")
+                raise FormatError(f"checkpoint {self._found.ref}: {name!r:.80} is not a file name")
             if self._whole or name not in _OF_TRAINER:
                 found[name] = np.asarray(data, np.uint8).tobytes()
         return found

@@ -101,7 +101,7 @@ class OpenedFile:
 
 
 def exported_ref(metadata: Mapping[str, str]) -> str | None:
-    """The REF of the checkpoint that a file was exported from, by its ``__metadata__``; None: it is no export."""
+    """The REF of the checkpoint that a file was exported from, by its ``__metadata__``; None: it is not an export."""
     return metadata.get(CHECKPOINT_MEMBER, metadata.get(_FORMER_CHECKPOINT_MEMBER))
 
 

@@ -1,4 +1,4 @@
-"""`Publisher`: keeps a folder, or a bucket's prefix, of weights in step with a run, for programs without ckptstore.
+"""`Publisher`: keeps a folder, or a bucket's prefix, of weights up to date with a run, for programs without ckptstore.
 
 A version is published in these steps (`manifests` shows the files):
 
@@ -8,10 +8,10 @@ A version is published in these steps (`manifests` shows the files):
 4. Replace the pointer, durably: one rename, or one PUT. From now on readers find the new version.
 5. Remove the versions that are no longer kept, and that nothing kept builds on.
 
-A publisher that dies before step 4 leaves the former version, whole. The number that it claimed is not used again, and
-the version after it is a full: a reader may not go from a version to one that does not follow it directly.
+A publisher that dies before step 4 leaves the previous version complete. The number that it claimed is not used again,
+and the version after it is a full: a reader may not go from a version to one that does not follow it directly.
 
-On one machine a lock on the folder admits one publisher. Elsewhere the one that started last goes on: the others stop
+On one machine a lock on the folder admits one publisher. Elsewhere the one that started last continues: the others stop
 in step 3, or at their next version. Between steps 3 and 4 there is no exclusion in a bucket. If a publisher is stopped
 exactly there for as long as another needs to publish and to remove a version, it moves the pointer back to a version
 that may be gone; readers then find no version, never a mixture, until the other publisher, which stops, is started
@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ckptstore.backends.exclusion import alone, root_of
+from ckptstore.backends.exclusion import exclusive_access, root_of
 from ckptstore.errors import (
     CkptError,
     FencedError,
@@ -129,7 +129,7 @@ class Published:
         folder: its folder, from the place that was published to.
         ref, step: the checkpoint.
         base: the version that it is a delta on; None: it is a full.
-        reason: of a full: why it is no delta.
+        reason: of a full: why it is not a delta.
         tensors, changed: number of the model's tensors, and of those that differ from the base's (of a full: all).
         nbytes: bytes of the model's tensors.
         written: bytes that were written.
@@ -260,9 +260,9 @@ class Publisher(Polling[Published]):
     # -- the target
 
     def _take_lock(self) -> None:
-        if not self._lock.enter_context(alone(self._target, lambda: False, make=True)):
+        if not self._lock.enter_context(exclusive_access(self._target, lambda: False, make=True)):
             self._lock.close()
-            raise WriterError(f"{self._target.url}: another publisher is at work here; end it, or use another place")
+            raise WriterError(f"{self._target.url}: another publisher is running here; end it, or use another place")
         self._locked = True
 
     def _read_newest(self) -> _Newest:
@@ -355,7 +355,7 @@ class Publisher(Polling[Published]):
         if newest.pointer is None:
             return "there was no version"
         if before is None:
-            return "the former version is damaged or incomplete"
+            return "the previous version is damaged or incomplete"
         if before.run != journal.run:
             return "another run"
         if (before.layout, before.selection) != (options.layout, options.selected):
@@ -424,7 +424,7 @@ class Publisher(Polling[Published]):
                 tensors, written = write_version(self._target, version, content)
             except BaseUnusableError as error:
                 self._clear(version)
-                content.base, why = None, f"the former checkpoint cannot be read: {error}"
+                content.base, why = None, f"the previous checkpoint cannot be read: {error}"
                 tensors, written = write_version(self._target, version, content)
         crash_point("publish.written")
         entry, base = found.entry, content.base

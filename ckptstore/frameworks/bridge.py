@@ -191,7 +191,7 @@ def _shards_source(value: Any, overwritten: bool) -> TensorSource:
     inner = source_of(value.tensor, overwritten=overwritten)
     if inner is None:
         kind = type(value.tensor)
-        raise UnsupportedStateError(f"a Shard of a {kind.__module__}.{kind.__qualname__}, which is no tensor or array")
+        raise UnsupportedStateError(f"a Shard of a {kind.__module__}.{kind.__qualname__}, not of a tensor or array")
     if inner.origin == "numpy":
         return PlacedArray(value)
     found: TensorSource = shards().PlacedTensor(value)

@@ -100,7 +100,7 @@ class InertObject(metaclass=_Described):
 
 
 def name_of(value: Any) -> str | None:
-    """The name of a global that stands in the pickle by itself (a class as an argument); None: it is something else."""
+    """The name of a global that is a value in the pickle (a class as an argument); None: it is something else."""
     return value.known if isinstance(value, _Described) else None
 
 
@@ -189,7 +189,7 @@ class Values:
         """
         Args:
             makers: name of a global -> what makes the values of its calls.
-            alone: the value of a global that stands by itself; raises `KeyError`.
+            alone: the value of a global that is a value itself; raises `KeyError`.
             choice: what the caller says. It notes what is left out.
         """
         self.refused: dict[str, str] = {}

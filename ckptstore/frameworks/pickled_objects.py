@@ -1,6 +1,6 @@
 """Inert objects of the standard library in pickles that torch loads with ``weights_only``: Namespace, paths, dates.
 
-Training scripts store them beside the weights. A pickle makes an object by a call of a global. The functions here have
+Training scripts store them with the weights. A pickle makes an object by a call of a global. The functions here have
 the names of those globals, check their arguments, and make values only: they import, open and allocate nothing that the
 pickle names. Classes of anything else (an enum, a dataclass, a namedtuple of a script) are never called. Neither is
 `collections.deque`, which torch's unpickler cannot fill: `inert_pickles` reads a file with one.
@@ -47,7 +47,7 @@ class DefaultDicts:
         self._made: dict[int, tuple[dict[Any, Any], Any]] = {}
 
     def make(self, *factory: Any) -> dict[Any, Any]:
-        """For ``collections.defaultdict`` in a pickle. Raises `FormatError` if the factory is no known builtin."""
+        """For ``collections.defaultdict`` in a pickle. Raises `FormatError` if the factory is not a known builtin."""
         (known,) = factory or (None,)
         # These stand for themselves in a pickle that torch reads, and `_frozenset` for its type.
         found = known.known if isinstance(known, _Factory) else frozenset if known is _frozenset else known
@@ -160,4 +160,4 @@ ALLOWED_OBJECTS: Final[list[_Allowed]] = [
     (_frozenset, "builtins.frozenset"),
     *((factory, f"builtins.{name}") for name, factory in _FACTORIES.items()),
 ]
-"""For ``torch.serialization.safe_globals``, beside `pickled_arrays.ALLOWED`."""
+"""For ``torch.serialization.safe_globals``, in addition to `pickled_arrays.ALLOWED`."""

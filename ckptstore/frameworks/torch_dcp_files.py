@@ -29,7 +29,7 @@ def dtype_name(name: str) -> str:
 
 
 def value_of(folder: Path, item: DcpItem) -> Any:
-    """A value that is no tensor.
+    """A value that is not a tensor.
 
     Raises:
         UnsupportedStateError: it would need pickled code.

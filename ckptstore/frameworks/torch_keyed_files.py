@@ -154,7 +154,7 @@ def _refusal(path: Path | str, refused: Mapping[str, str]) -> UnsupportedStateEr
 
 def _stored(pid: Any) -> _Stored:
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[2], str)):
-        raise FormatError(f"a reference that is no storage: {pid!r:.80}")
+        raise FormatError(f"a reference that is not a storage: {pid!r:.80}")
     module, _, name = str(getattr(pid[1], "known", "")).rpartition(".")
     if (module, name) == ("torch.storage", "UntypedStorage"):
         return _Stored(pid[2], None)
@@ -164,7 +164,7 @@ def _stored(pid: Any) -> _Stored:
 
 
 def _alone(name: str) -> Any:
-    """The value of a global that stands by itself: a dtype, or the factory of a defaultdict."""
+    """The value of a global that is a value itself: a dtype, or the factory of a defaultdict."""
     module, _, last = name.rpartition(".")
     if name == "numpy.ndarray":  # an argument of numpy's own function for a new array
         return np.ndarray
@@ -304,7 +304,7 @@ def _ordered(part: Part) -> Any:
     made: OrderedDict[Any, Any] = OrderedDict(*part.arguments)
     dict_update: Callable[..., None] = made.update
     dict_update(part.pairs)
-    return made  # its attributes (`_metadata`) are no part of a state
+    return made  # its attributes (`_metadata`) are not part of a state
 
 
 _MAKERS: Final[Mapping[str, Maker]] = MappingProxyType(

@@ -25,7 +25,7 @@ __all__ = ["LEAST", "ArenaLease", "Arenas"]
 LEAST: Final = 3 * CHUNK
 """The smallest budget, in bytes: one chunk is copied, one is hashed and one is written."""
 
-_PASSED: Final = 4
+_PATIENCE: Final = 4
 """Calls of `expect` after which idle arenas of a larger state are freed."""
 
 
@@ -101,9 +101,9 @@ class Arenas:
             raise UsageError(f"memory: {budget} bytes for the saves in flight, at least {LEAST} are needed")
         self._budget = budget
         self._limit = 0
-        self._at_once = 0
-        self._cap = 0
-        self._passed = 0
+        self._save_bytes = 0
+        self._most_held = 0
+        self._calls_above_limit = 0
         self._woken = 0
         self._arenas: list[_Arena] = []
         self._used = 0
@@ -132,13 +132,14 @@ class Arenas:
         # Without a budget, the extra space allows for fragmentation by states that change their sizes.
         self_chosen = limit + limit // 4 + LEAST
         with self._changed:
-            self._at_once = at_once
+            self._save_bytes = at_once
             self._limit = limit if self._budget is None else min(limit, self._budget)
-            self._cap = self_chosen if self._budget is None else self._budget
-            self._passed = self._passed + 1 if self.held > 2 * self._limit + LEAST else 0
-            if self._passed > _PASSED:
+            self._most_held = self_chosen if self._budget is None else self._budget
+            above = self.held > 2 * self._limit + LEAST
+            self._calls_above_limit = self._calls_above_limit + 1 if above else 0
+            if self._calls_above_limit > _PATIENCE:
                 # Buffers unused for a while belong to an old state size: free them.
-                self._passed = 0
+                self._calls_above_limit = 0
                 for arena in [arena for arena in self._arenas if arena.idle]:
                     self._drop(arena)
 
@@ -153,7 +154,7 @@ class Arenas:
         with self._changed:
             if all(not arena.idle for arena in self._arenas) and self.held < self._limit:
                 with contextlib.suppress(MemoryError):
-                    self._grow(min(self._at_once, self._limit - self.held))
+                    self._grow(min(self._save_bytes, self._limit - self.held))
             fresh = [arena for arena in self._arenas if not arena.asked]
             for arena in fresh:
                 arena.asked = True
@@ -223,10 +224,10 @@ class Arenas:
         if self._used + nbytes > self._limit:
             return False
         left = self._limit - self.held
-        size = max(nbytes, min(self._at_once, left))
+        size = max(nbytes, min(self._save_bytes, left))
         if size < left < size + LEAST:
             size = left  # otherwise the rest of the budget would be too small for any chunk
-        size = min(size, self._cap - self.held)
+        size = min(size, self._most_held - self.held)
         if size < nbytes:
             return False
         self._arenas.append(_Arena(size))
@@ -238,7 +239,7 @@ class Arenas:
             return False
         for arena in list(self._arenas):
             self._drop(arena)
-        size = max(self._at_once, nbytes)
+        size = max(self._save_bytes, nbytes)
         self._arenas.append(_Arena(size if self._budget is None else min(size, self._budget)))
         return True
 

@@ -42,7 +42,7 @@ _R = TypeVar("_R")
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _BETWEEN: Final = frozenset({contextlib.__name__, functools.__name__})
-"""Modules whose frames may lie between two frames of this package."""
+"""Modules whose frames may be between two frames of this package."""
 _THREADS: Final = frozenset({"threading", "concurrent.futures.thread"})
 
 

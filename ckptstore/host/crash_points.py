@@ -53,7 +53,7 @@ UPKEEP_POINTS: Final[Mapping[str, str]] = {
     "copy.before-header": "a segment's bytes are written and verified, all but its header",
     "copy.sealed": "a segment is durable, and was not compared once more",
     "copy.brought": "a batch of segments is durable, no record names it",
-    "copy.before-format": "the history is complete and durable, the place is no store yet",
+    "copy.before-format": "the history is complete and durable, the place is not a store yet",
     "copy.finished": "it is a store, and still says that it is being made",
     "repair.judged": "what is intact is known, nothing is written of it",
     "repair.rewritten": "a rewritten segment is durable and read back, no record names it",

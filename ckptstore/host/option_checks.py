@@ -23,7 +23,7 @@ def whole(option: str, value: Any, least: int, most: int | None = None) -> int:
     """Convert a whole number of any type (numpy's, too) to `int`.
 
     Raises:
-        UsageError: the value is no whole number, is a bool, or is out of range.
+        UsageError: the value is not a whole number, is a bool, or is out of range.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -44,7 +44,7 @@ def real(option: str, value: Any, *, least: float = 0.0, above: bool = False, un
         unit: the unit, for the message.
 
     Raises:
-        UsageError: the value is no number, is NaN, or is too small.
+        UsageError: the value is not a number, is NaN, or is too small.
     """
     try:
         number = math.nan if isinstance(value, bool | str | bytes) else float(value)

@@ -1,4 +1,4 @@
-"""Doors of training frameworks: each module needs its framework, which is an extra.
+"""Integrations with training frameworks: each module needs its framework, which is an extra.
 
 Imports `training`, `store` and what is below; importing the package itself imports nothing.
 """

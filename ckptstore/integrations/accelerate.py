@@ -42,7 +42,9 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "accelerate":
         raise
-    raise MissingDependencyError("this door needs accelerate: pip install 'ckptstore[accelerate]'") from error
+    raise MissingDependencyError(
+        "ckptstore.integrations.accelerate needs accelerate: pip install 'ckptstore[accelerate]'"
+    ) from error
 
 __all__ = ["AcceleratedCheckpointer", "checkpointer"]
 
@@ -111,7 +113,7 @@ class AcceleratedCheckpointer(Checkpointer):
         extra[_EXTRA] = _MicroBatches(accelerator)
         named = options.get("extra") or {}
         for name in sorted(named.keys() & extra.keys()):
-            raise UsageError(f"extra[{name!r}]: this name is taken; take another one")
+            raise UsageError(f"extra[{name!r}]: this name is reserved; use another one")
         more: Any = {**options, "extra": {**extra, **named}, "scaler": accelerator.scaler}
         super().__init__(
             store,
@@ -184,7 +186,7 @@ class _Sorted:
         if len(self.loaders) > 1:
             raise UsageError(
                 f"{len(self.loaders)} loaders were passed; a Checkpointer continues one, the training loader. Leave "
-                "out those for evaluation: they begin anew each time"
+                "out those for evaluation: they start again each time"
             )
 
     def _of(self, one: Any, number: int) -> list[Any]:
@@ -199,8 +201,8 @@ class _Sorted:
         if is_stateful(one):
             return self.others
         raise UsageError(
-            f"object {number} ({type(one).__name__}) is no model, optimizer, schedule or loader, and has no state_dict "
-            "and load_state_dict"
+            f"object {number} ({type(one).__name__}) is not a model, optimizer, schedule or loader, and has no "
+            "state_dict and load_state_dict"
         )
 
 

@@ -91,13 +91,13 @@ class CkptstoreCallback(TrainerCallback):
         """
         super().__init__()
         for name in sorted(_OWN & options.keys()):
-            raise UsageError(f"{name!r}: the callback passes it to the Checkpointer itself")
+            raise UsageError(f"{name!r}: leave it out, because the callback sets it")
         if options.get("agent") or strategy == "replica":
             raise UsageError("agent=True and strategy='replica' are not supported with the Trainer: leave them out")
         if options.get("only") is not None:
             raise UsageError("only: the Trainer resumes from a folder with the whole model: leave it out")
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise UsageError(f"every: {every!r}; a number of steps, or None")
+            raise UsageError(f"every: {every!r}; expected a number of steps, or None")
         self.checkpointer: Checkpointer | None = None
         self._store = store if isinstance(store, Store) else stores.open(store)
         self._every = every
@@ -126,7 +126,7 @@ class CkptstoreCallback(TrainerCallback):
             ref: the checkpoint. If it is not the newest, the training begins a branch.
 
         Returns:
-            None: the store holds no checkpoint; the training begins from nothing.
+            None: the store holds no checkpoint; the training starts from scratch.
 
         Raises:
             CheckpointNotFoundError, CorruptionError, StorageError: as `Store.export_folder`.
@@ -150,7 +150,7 @@ class CkptstoreCallback(TrainerCallback):
             return
         if step:
             raise UsageError(
-                f"the Trainer resumes at step {step} from another folder than callback.latest() made"
+                f"the Trainer resumes at step {step} from a folder that callback.latest() did not make"
                 + (f" (step {resumed.step})" if resumed is not None else "")
                 + ": pass resume_from_checkpoint=callback.latest(). resume_from_checkpoint=True reads the Trainer's "
                 "own folders, which this callback does not continue"
@@ -219,8 +219,8 @@ class CkptstoreCallback(TrainerCallback):
             warn(
                 "loading a batch draws random numbers in this process (a collator that masks, an augmentation). The "
                 "Trainer loads batches ahead, so a resumed run draws others for its first batches, and is not bit for "
-                "bit the run that was saved. With dataloader_num_workers above 0 or samples that depend on their "
-                "index alone nothing is drawn here",
+                "bit the run that was saved. With dataloader_num_workers above 0 or samples that depend only "
+                "on their index nothing is drawn here",
                 DeterminismWarning,
             )
         self._save(state, control)
@@ -345,15 +345,15 @@ class CkptstoreCallback(TrainerCallback):
         saved: dict[str, Any] = dict(found)
         if self._stateful and args.restore_callback_states_from_checkpoint:
             raise UsageError(
-                "restore_callback_states_from_checkpoint replaces callbacks by new ones, of which this callback does "
-                "not know: leave it out, stateful= restores them"
+                "restore_callback_states_from_checkpoint replaces the callbacks that this callback saves: leave it "
+                "out; stateful= restores their states"
             )
         given: dict[str, list[Any]] = {}
         for one in self._stateful:
             given.setdefault(type(one).__name__, []).append(one)
         if others := sorted(saved.keys() - given.keys() - {"TrainerControl"}):
             warn(
-                f"{', '.join(others)}: has a state of its own, which is not saved: pass the object to "
+                f"{', '.join(others)}: has its own state, which is not saved: pass the object to "
                 "CkptstoreCallback(stateful=[...]) as well",
                 DeterminismWarning,
             )

@@ -10,6 +10,8 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("lightning", "torch"):
         raise
-    raise MissingDependencyError("Lightning's door needs lightning: pip install 'ckptstore[lightning]'") from error
+    raise MissingDependencyError(
+        "ckptstore.integrations.lightning needs lightning: pip install 'ckptstore[lightning]'"
+    ) from error
 
 __all__ = ["CkptstoreIO", "StepCheckpoint"]

@@ -71,7 +71,7 @@ class StepCheckpoint(pl.Callback):
         if taken := sorted(set(options) & set(_ITS_OWN)):
             raise UsageError(f"{taken[0]}: a StepCheckpoint takes {_ITS_OWN[taken[0]]}")
         if _EXTRA in (options.get("extra") or {}):
-            raise UsageError(f"extra[{_EXTRA!r}]: this name is the trainer's; take another one")
+            raise UsageError(f"extra[{_EXTRA!r}]: this name is reserved for the trainer's state; use another one")
         super().__init__()
         self.store = store if isinstance(store, Store) else stores.open(store)
         self.checkpointer: Checkpointer | None = None
@@ -171,7 +171,7 @@ class StepCheckpoint(pl.Callback):
             )
 
     def _begin(self, trainer: pl.Trainer, loader: object) -> TrainBatches:
-        """The training loader, optimizers and schedules are ready: restore the run -> what Lightning iterates over."""
+        """Restore the run once loader, optimizers and schedules are ready -> what Lightning iterates over."""
         if self.checkpointer is not None:
             raise UsageError("a StepCheckpoint continues one training loader, and the module has several")
         if trainer.ckpt_path is not None:

@@ -1,4 +1,4 @@
-"""What Lightning's `Trainer` has beside modules, optimizers and schedules: progress, callbacks, precision."""
+"""What Lightning's `Trainer` has besides modules, optimizers and schedules: progress, callbacks, precision."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class CkptstoreManager(CheckpointManager):  # type: ignore[misc]  # torchtitan h
         load(state_dict, checkpoint_id=checkpoint_id, storage_reader=CkptstoreReader())
         if (
             MODEL in self.states
-        ):  # its tensors stand at the top of the state, where DCP does not know that it is a model
+        ):  # its tensors are at the top of the state, where DCP does not know that they are a model's
             self.states[MODEL].load_state_dict(state_dict)
 
     def _is_stored(self, checkpoint_id: str) -> bool:

@@ -59,7 +59,7 @@ def _sender(tracker: Any, prefix: str, run_id: str | None) -> _Send:
     if _has(tracker, "log", "define_metric"):
         return _wandb(tracker, prefix)
     raise UsageError(
-        f"{_named(tracker)} is no tracker that is known here: pass a SummaryWriter (add_scalar), a run of Weights & "
+        f"{_named(tracker)} is not a known tracker: pass a SummaryWriter (add_scalar), a run of Weights & "
         "Biases (log, define_metric), the module mlflow or an MlflowClient; or write a function for on_metrics="
     )
 

@@ -236,7 +236,7 @@ def _newest_valid(backend: Backend, keys: list[str]) -> list[int]:
 
 
 def _deletable(journal: Journal, catalog: Catalog, limit: int) -> list[int]:
-    """Slots up to `limit` that are no anchor and no OPEN, and have an anchor above. Damaged ones stay, as evidence."""
+    """Slots up to `limit`, neither anchors nor OPENs, that have an anchor above. Damaged ones stay, as evidence."""
     backend, anchor_every = journal.backend, journal.format.anchor_every
     kept = {entry.seq for entry in catalog.terms.values() if entry.known}.union(catalog.damage)
     listed = [seq for key in backend.list("log/") if (seq := slot_of(key)) is not None and seq <= limit]

@@ -91,7 +91,7 @@ class Journal:
             raise StoreNotFoundError.at(
                 self.url,
                 f": there is no FORMAT file, although {rooms[0]}/ is here: it was removed, and without it "
-                "this is no checkpoint store; restore FORMAT from a copy of this store, or use `ckpt repair`",
+                "this is not a checkpoint store; restore FORMAT from a copy of this store, or use `ckpt repair`",
                 "no FORMAT",
             ) from error
 

@@ -92,7 +92,7 @@ def _check_continues(url: str, before: View, after: View, *, other: bool) -> Non
     if after.end < before.end:
         raise CorruptLogError(
             f"{url}: the log ends before slot {after.end}, and had {before.end} slots when it was last read: "
-            "records were removed, or an older copy was put in the place of the store"
+            "records were removed, or an older copy replaced the store"
         )
     if after.damage != before.damage:
         return  # the contents of a slot are unknown now, which is reported as damage

@@ -55,7 +55,7 @@ def nothing_latest(catalog: Catalog) -> str:
         return "the store holds no checkpoint yet"
     newest = ref_of(max(catalog.checkpoints))
     return (
-        f"term {catalog.term} begins from nothing and holds no checkpoint yet, so there is no latest; the newest of "
+        f"term {catalog.term} starts from scratch and holds no checkpoint yet, so there is no latest; the newest of "
         f"earlier terms is {newest}: name it to load it, and to continue from it, as in writer(parent={newest!r})"
     )
 
@@ -75,7 +75,7 @@ def _by_step(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
 
 
 def _no_step(catalog: Catalog, step: int, term: int | None) -> str:
-    """Return that a step is not there, and what is near."""
+    """The text of an error: a step is missing, and which steps are near."""
     wanted = f"step {step}" if term is None else ref_of((term, step))
     if lost := _loss_text(catalog):
         nearest = _nearest(catalog.checkpoints.values(), step)
@@ -96,7 +96,7 @@ def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
     if catalog.lost > catalog.term:
         raise CorruptLogError(
             f"{_loss_text(catalog)}, and may have held a newer step {entry.step}; "
-            f"the newest that is left is {entry.ref}: name it so to use it"
+            f"the newest that is left is {entry.ref}: to use it, name it"
         )
     following = min((opened for opened in catalog.terms.values() if opened.term > entry.term), key=_term, default=None)
     end = catalog.next_seq if following is None else following.seq
@@ -108,7 +108,7 @@ def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
     if hidden:
         raise CorruptLogError(
             f"log slot {hidden[0]} is damaged and may have held a newer step {entry.step}; "
-            f"the newest intact one is {entry.ref}: name it so to use it"
+            f"the newest intact one is {entry.ref}: to use it, name it"
         )
 
 
@@ -167,4 +167,4 @@ def check_new_tag(name: object) -> None:
     check_tag(name)
     assert isinstance(name, str)
     if name == LATEST or ".." in name or (name.isascii() and name.isdecimal()):
-        raise UsageError(f"{name!r:.80} is no tag name: it reads like another REF (latest, a STEP, or a range A..B)")
+        raise UsageError(f"{name!r:.80} is not a tag name: it reads like another REF (latest, a STEP, or a range A..B)")

@@ -196,7 +196,7 @@ def post(journal: Journal, term: int, what: str, change: CatalogChange) -> Reque
         StorageError: it may or may not have been posted; both are harmless. Ask again under a new uuid.
     """
     if change.checkpoints or change.requests or change.extra:
-        raise UsageError(f"a request to {what}: checkpoints, answers and notes are committed by a writer alone")
+        raise UsageError(f"a request to {what}: only a writer commits checkpoints, answers and notes")
     request = Request(
         id=secrets.token_hex(16),
         term=term,

@@ -390,7 +390,7 @@ class Term:
         """Raise if the slot before `seq` is not the one that this term knows, if the check is cheap.
 
         Prevents: continuing in a store that was restored from an older copy, or that has lost slots. Commits would then
-        be above a gap or beside another writer's records, and every reader would refuse them.
+        be above a gap or among another writer's records, and every reader would refuse them.
         """
         if not self.journal.backend.cheap_looks:
             return

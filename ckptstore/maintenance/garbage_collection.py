@@ -14,7 +14,7 @@ and is reported. No link is followed: nothing outside the store can be deleted.
 The medium may keep the space of deleted segments for new ones (`Backend.release`), up to a limit. It does not if a pin
 that was treated as dead claimed the segment: its reader may still read, from the file it has open.
 
-Any number of collectors may run, beside writers and readers. Any process that may write to the store may collect.
+Any number of collectors, writers and readers may run at once. Any process that may write to the store may collect.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def collect(
 
 
 def _sizes(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, int], list[str]]:
-    """The bytes of each of `keys`, and those of them that are no files of a store."""
+    """The bytes of each of `keys`, and those of them that are not files of a store."""
     sizes: dict[str, int] = {}
     foreign = []
     for key in keys:

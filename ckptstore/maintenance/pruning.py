@@ -1,4 +1,4 @@
-"""Sets a store's retention rules, and prunes by them, beside a live writer or without one.
+"""Sets a store's retention rules, and prunes by them, with or without a live writer.
 
 `ckptstore.formats.history.retention_rules` decides which checkpoints the rules keep, here and in a writer.
 """
@@ -77,7 +77,7 @@ def set_rules(
     before = view.catalog
     if not take_over and not before.term:
         raise UsageError(
-            f"{journal.url}: no run has written here yet that could be asked: pass the rules to the first writer "
+            f"{journal.url}: no run has written here yet, so none can be asked: pass the rules to the first writer "
             "(keep=), or pass take_over=True (--take-over)"
         )
 
@@ -104,7 +104,7 @@ def prune(
     Args:
         wanted: rules to use this time instead of the store's; None: the store's.
         drained: tells whether the store's second tier has, or had, a checkpoint: others are not retired; None: there
-            is no second tier.
+            is not a second tier.
 
     Raises:
         UsageError: a rule is invalid, or there are none; or this version does not know all of the store's rules.

@@ -1,4 +1,4 @@
-"""Retires checkpoints of any term, beside a live writer or without one.
+"""Retires checkpoints of any term, with or without a live writer.
 
 What others build on stays stored, but is no longer promised. The rest is dropped in the same record, for gc to delete.
 """

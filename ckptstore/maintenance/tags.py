@@ -1,4 +1,4 @@
-"""Names checkpoints of any term with tags, beside a live writer or without one."""
+"""Names checkpoints of any term with tags, with or without a live writer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Finds the checkpoint at which something began, by binary search in the history of one checkpoint (``bisect``).
 
-Of n checkpoints at most ceil(log2(n + 1)) are tested, not counting skipped ones: 14 of 10,000.
+It tests at most ceil(log2(n + 1)) of n checkpoints, not counting skipped ones: 14 of 10,000.
 """
 
 from __future__ import annotations

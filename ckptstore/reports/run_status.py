@@ -44,7 +44,7 @@ class RunStatus(HtmlTable):
         lag: seconds from then until `time`, including any difference of the two hosts' clocks.
         checkpoints: number of checkpoints.
         term: the newest term; 0: there is none yet. `terms`: number of terms.
-        parent: REF of the checkpoint that the newest term continues from; None: it starts from nothing.
+        parent: REF of the checkpoint that the newest term continues from; None: it starts from scratch.
         steps_per_second: over the last 64 seen checkpoints of the newest term; None: there are fewer than two.
         bytes_per_step: stored bytes per step, over the same checkpoints. Checkpoints that were retired unseen count
             with the average of the others.
@@ -254,7 +254,7 @@ def _terms(old: Catalog, new: Catalog) -> list[str]:
     for term in sorted(new.terms.keys() - old.terms.keys()):
         parent, newest = new.terms[term].parent, _newest_before(term, old, new)
         if parent is None:
-            said.append(f"term {term} begins from nothing")
+            said.append(f"term {term} starts from scratch")
         elif newest is None or parent.node == newest:
             said.append(f"term {term} continues from {parent.ref}")
         else:

@@ -52,7 +52,7 @@ def class_by_name(name: str, dtype: str, shape: Sequence[int]) -> TensorClass | 
     )
     model = _MODEL.fullmatch(parts[0]) is not None
     for pattern, kind in patterns:
-        # Inside a model a module may have any name: only the last part, which is no module's name, counts there.
+        # Inside a model a module may have any name: only the last part, which is not a module's name, counts there.
         where = parts[-1:] if model else parts
         if any(pattern.fullmatch(part) for part in where):
             return kind

@@ -54,7 +54,7 @@ class FailedWays:
         unreadable: segments that cannot be opened.
         based: encodings that need something of their base.
         tops: beginnings of ways, from the wanted checkpoint downwards; every way with one of them fails.
-        unheld: ways that begin with a state in memory have failed: no such state is used any more.
+        without_memory: a way that began with a state in memory has failed: no such state is used any more.
     """
 
     count: int = 0
@@ -62,22 +62,27 @@ class FailedWays:
     unreadable: frozenset[str] = frozenset()
     based: frozenset[Edge] = frozenset()
     tops: frozenset[_Top] = frozenset()
-    unheld: bool = False
+    without_memory: bool = False
 
     def with_based(self, based: Collection[Edge]) -> FailedWays:
         """The same, plus encodings that are known to need something of their base."""
         return replace(self, based=self.based.union(based))
 
     def failed(
-        self, top: Iterable[Encoding], suspects: Iterable[str], *, unreadable: Iterable[str] = (), unheld: bool = False
+        self,
+        top: Iterable[Encoding],
+        suspects: Iterable[str],
+        *,
+        unreadable: Iterable[str] = (),
+        without_memory: bool = False,
     ) -> FailedWays:
-        """The same, plus one failed way.
+        """These, and one more failed way.
 
         Args:
             top: its encodings from the wanted one down to the faulty one; empty if the other arguments suffice.
             suspects: more segments that had an error.
             unreadable: more segments that cannot be opened.
-            unheld: the way began with a state in memory, which may be at fault.
+            without_memory: the way began with a state in memory, which may be at fault.
         """
         named = tuple(map(edge_of, top))
         return replace(
@@ -86,7 +91,7 @@ class FailedWays:
             suspects=self.suspects.union(suspects, unreadable),
             unreadable=self.unreadable.union(unreadable),
             tops=self.tops | {named} if named else self.tops,
-            unheld=self.unheld or unheld,
+            without_memory=self.without_memory or without_memory,
         )
 
 
@@ -125,7 +130,7 @@ def next_way(
     """
     if tried.count >= MOST_WAYS:
         raise no_way_error(catalog, target, tried.suspects)
-    search = _WaySearch(catalog, tried, cost or restore_seconds(catalog), () if tried.unheld else held)
+    search = _WaySearch(catalog, tried, cost or restore_seconds(catalog), () if tried.without_memory else held)
     found = search.run(target.node)
     if found is None:
         raise no_way_error(catalog, target, tried.suspects)

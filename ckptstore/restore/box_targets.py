@@ -21,7 +21,7 @@ def box_targets(wanted: Sequence[tuple[str, str, Box]], out: Sequence[Any]) -> l
         wanted: (name, logical dtype, box) of each.
 
     Raises:
-        UsageError: another number of them; one does not fit its box, is read-only or is no tensor; two share memory.
+        UsageError: another number of them; one does not fit its box, is read-only or is not a tensor; two share memory.
     """
     if isinstance(out, str | bytes) or not isinstance(out, Sequence):
         raise UsageError(f"out= is a {type(out).__qualname__}; it takes a list, with a tensor or array for each box")

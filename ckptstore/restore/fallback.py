@@ -105,7 +105,7 @@ def _with_failure(
     else:
         fault = len(used) - 1
     if on_held and not fault and (computed or not at):
-        return tried.failed((), (), unheld=True)
+        return tried.failed((), (), without_memory=True)
     return tried.failed(reversed(used[fault:]), suspects or used[-1].segments)
 
 

@@ -1,4 +1,4 @@
-"""Finds the files in which a full checkpoint lies uncompressed, for programs that map safetensors files."""
+"""Finds the files that hold a full checkpoint uncompressed, for programs that map safetensors files."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ __all__ = ["MappedSegment", "MappedState", "map_segments", "regions_of", "write_
 
 _PIECE: Final = 1 << 20
 _SLACK: Final = 64 << 10
-"""Bytes by which a header may grow after its segment was opened: the state's values change."""
+"""A header may grow by this many bytes and a quarter after its segment was opened: the state's values change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ class MappedState(LaidOutState):
 def map_segments(
     backend: Backend, flat: FlatState, draft: SegmentDoc, limit: int | None = None
 ) -> tuple[MappedSegment, ...] | None:
-    """Open the segments of a full of a state like `flat`, and map them; None: the medium cannot map segments.
+    """Open and map the segments of a full of the tensors of `flat`; None: the medium cannot map segments.
 
     Args:
-        draft: their document, approximately; see `packed_segments.drafts`.
+        draft: their document as it is now, which may still grow; see `packed_segments.drafts`.
         limit: maximum bytes of tensors per segment; None: what the medium prefers.
 
     Raises:
@@ -91,12 +91,12 @@ def map_segments(
     """
     specs = [TensorSpec(name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()]
     divided = split(specs, backend.segment_bytes if limit is None else limit)
+    docs = drafts(draft, flat.tree, len(divided))
+    layouts = [_with_slack(plan_plain(members, doc)) for members, doc in zip(divided, docs, strict=True)]
+    backend.check_space(sum(layout.header_size + padded(layout.size - layout.header_size) for layout in layouts))
     found: list[MappedSegment] = []
     try:
-        for doc, members in zip(drafts(draft, flat.tree, len(divided)), divided, strict=True):
-            planned = plan_plain(members, doc)
-            slack = padded(_SLACK + (planned.header_size - padded(1)) // 4)
-            layout = place(planned.specs, planned.header_size + slack)
+        for doc, layout in zip(docs, layouts, strict=True):
             length = padded(layout.size - layout.header_size)
             sink = backend.open_sink(SegmentEntry(doc.segment, doc.term, 0, 0, "").key, layout.header_size + length)
             found.append(MappedSegment(doc.segment, layout, sink, np.empty(0, np.uint8)))
@@ -109,6 +109,11 @@ def map_segments(
         _abort(found)
         raise
     return tuple(found)
+
+
+def _with_slack(planned: Layout) -> Layout:
+    slack = padded(_SLACK + (planned.header_size - padded(1)) // 4)
+    return place(planned.specs, planned.header_size + slack)
 
 
 def _abort(segments: Sequence[MappedSegment]) -> None:

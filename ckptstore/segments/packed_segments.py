@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,7 +16,10 @@ from ckptstore.formats.segment_files.segment_steps import SegmentPart
 from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.write_session import SegmentSession
 
-__all__ = ["drafts", "shares", "write_stream"]
+__all__ = ["INDEX_ENTRY", "drafts", "shares", "write_stream"]
+
+INDEX_ENTRY: Final = 512
+"""Upper estimate of the bytes by which a tensor's entries exceed those of a plain segment."""
 
 
 def drafts(draft: SegmentDoc, tree: Any, count: int) -> list[SegmentDoc]:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ckptstore.backends.base import SegmentSink
+from ckptstore.backends.base import Backend, SegmentSink
 from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.history.records import SegmentEntry
-from ckptstore.formats.segment_files.layout import TensorSpec, split
+from ckptstore.formats.segment_files.layout import Layout, TensorSpec, split
 from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState
@@ -25,7 +25,7 @@ from ckptstore.segments.segment_writers import MakeDataWriter, data_writers
 from ckptstore.segments.staged_units import StagedState
 from ckptstore.segments.write_session import Sealing, SegmentSession
 
-__all__ = ["WrittenState", "write_full", "write_plain"]
+__all__ = ["WrittenState", "plain_nbytes", "write_full", "write_plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +89,44 @@ def write_plain(
     Raises:
         the errors of `write_full`.
     """
-    specs = [
-        TensorSpec(name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items()
-    ]
     written: list[SegmentEntry] = []
     entries: list[TensorEntry] = []
     # Units that were copied already belong to the segments that they were planned for.
     planned = [list(members) for members, _, _ in flat.plan.segments] if isinstance(flat, StagedState) else None
-    divided = planned or split(specs, session.backend.segment_bytes if limit is None else limit)
-    session.backend.check_space(sum(spec.nbytes for spec in specs) + len(divided) * BLOCK)  # no header is shorter
+    divided = planned or split(_specs(flat), session.backend.segment_bytes if limit is None else limit)
+    docs = documents(len(divided))
+    layouts = [plan_plain(members, doc, digests=True) for members, doc in zip(divided, docs, strict=True)]
+    session.backend.check_space(_blocks(layouts))
     with session.sealing(len(divided)) as seal:
-        for doc, members, passing in zip(documents(len(divided)), divided, data_writers(flat, divided), strict=True):
-            entry, tensors = _write_plain(session, doc, members, passing, seal)
+        for doc, layout, passing in zip(docs, layouts, data_writers(flat, divided), strict=True):
+            entry, tensors = _write_plain(session, doc, layout, passing, seal)
             written.append(entry)
             entries += tensors.values()
     return tuple(written), entries
 
 
+def plain_nbytes(
+    backend: Backend, flat: FlatState, documents: Callable[[int], Sequence[SegmentDoc]], limit: int | None = None
+) -> int:
+    """The bytes that `write_plain` would take for `flat`, in whole blocks. Arguments as for `write_plain`."""
+    divided = split(_specs(flat), backend.segment_bytes if limit is None else limit)
+    docs = documents(len(divided))
+    return _blocks([plan_plain(members, doc, digests=True) for members, doc in zip(divided, docs, strict=True)])
+
+
+def _blocks(layouts: Sequence[Layout]) -> int:
+    return sum(-(-layout.size // BLOCK) * BLOCK for layout in layouts)
+
+
+def _specs(flat: FlatState) -> list[TensorSpec]:
+    return [
+        TensorSpec(name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items()
+    ]
+
+
 def _write_plain(
-    session: SegmentSession, doc: SegmentDoc, specs: Sequence[TensorSpec], passing: MakeDataWriter, seal: Sealing
+    session: SegmentSession, doc: SegmentDoc, layout: Layout, passing: MakeDataWriter, seal: Sealing
 ) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
-    layout = plan_plain(specs, doc, digests=True)
     tensors: dict[str, TensorEntry] = {}
 
     def data(sink: SegmentSink) -> tuple[bytes, int]:

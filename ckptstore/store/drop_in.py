@@ -124,7 +124,7 @@ def load(
         StoreNotFoundError: there is neither a store nor a file (also a `FileNotFoundError`).
         CheckpointNotFoundError: the store has no such checkpoint.
         UnsupportedStateError: loading the file would run pickled code.
-        FormatError: the file is no torch or safetensors file, or is damaged.
+        FormatError: the file is not a torch or safetensors file, or is damaged.
         CorruptionError: a checksum differs. Nothing is returned.
         UsageError: an option is invalid, or `path` is an open file.
         StorageError: the medium failed.
@@ -147,7 +147,7 @@ def load(
         if file is not None and file.is_dir():
             names = sorted(one.name for one in file.iterdir() if _ends_like_a_file(one))
             some = f"; load one of its files: {', '.join(names[:3])}" if names else ""
-            error.add_note(f"{path} is a folder, but no store{some}")
+            error.add_note(f"{path} is a folder, but not a store{some}")
         raise
 
 

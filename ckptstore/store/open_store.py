@@ -45,11 +45,11 @@ def open(
         remote: URL or path of a second tier (docs/tiers.md): a store of the same run on another machine's medium.
             The writer copies its commits there, and what is missing here is read from there. If this store is empty,
             the remote's newest checkpoint is restored at once. The store remembers the URL. None: the remembered
-            one; False: ignore the remote, and let a writer open a term in this store alone.
+            one; False: ignore the remote, and let a writer open a term only in this store.
         remote_options: `storage_options` of the remote; kept only in memory.
         bandwidth: at most this many bytes a second are sent to the remote.
         lag_bytes: a writer's save waits while the remote lacks more bytes than this. It bounds what is stored on
-            this machine alone or is still in flight. `StorageError` if the remote has failed for a minute by then.
+            only this machine or is still in flight. `StorageError` if the remote has failed for a minute by then.
 
     Raises:
         StoreNotFoundError: `create` is False and there is no store.

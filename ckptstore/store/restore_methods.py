@@ -187,7 +187,7 @@ class RestoreMethods(StoreHandle):
         storage_options: Mapping[str, Any] | None = None,
         progress: Progress | bool | None = None,
     ) -> Publisher:
-        """Keep a folder, or a bucket's prefix, of weights in step with this run, for programs without ckptstore.
+        """Keep a folder, or a bucket's prefix, of weights up to date with this run, for programs without ckptstore.
 
         The result is an iterator: each item is a version that was published, and ``next`` waits for the next
         checkpoint. ``look()`` publishes what there is and does not wait. A version is a full, which is a folder of
@@ -209,10 +209,10 @@ class RestoreMethods(StoreHandle):
 
         Raises:
             UsageError: an invalid option; or the place is a store, is inside one, or has another program's versions.
-            WriterError: another publisher of this machine is at work there (raised by ``next``, as the rest).
+            WriterError: another publisher of this machine is running there (raised by ``next``, as the rest).
             FencedError: another publisher has taken over.
             StorageError: a medium failed; the next call tries again.
-            CkptError: of the store, as `load` and `watch`. The former version stays.
+            CkptError: of the store, as `load` and `watch`. The previous version stays.
 
         Example:
             >>> import numpy
@@ -342,7 +342,7 @@ class RestoreMethods(StoreHandle):
         return map_tensors(self.journal, ref, select, framework)
 
     def file_of(self, ref: str | int = "latest") -> list[StoredFile]:
-        """The safetensors files in which a full checkpoint lies, for programs that map such files.
+        """The safetensors files that hold a full checkpoint, for programs that map such files.
 
         Only the headers are verified: `map_tensors` or `verify` compare the tensors with their hashes. A file that a
         program has open or mapped keeps its contents. Before that, a retired checkpoint may be collected: tag it.
@@ -386,7 +386,7 @@ class RestoreMethods(StoreHandle):
         return self._with_remote_fallback(ref, tensors)
 
     def tree(self, ref: str | int = "latest") -> Any:
-        """The typed JSON tree of the checkpoint's state. Of a checkpoint of many ranks (SPEC 3.3): the whole tree."""
+        """The typed JSON tree of the checkpoint's state. For a checkpoint of many ranks (SPEC 3.3) the whole tree."""
         from ckptstore.restore.load import tree
 
         return self._with_remote_fallback(ref, tree)
@@ -466,7 +466,7 @@ class RestoreMethods(StoreHandle):
         from ckptstore.exchange.export import PrefixSelection
 
         if overwrite:
-            raise UsageError(f"{out}: a folder is written anew: overwrite= does not go with format='dcp'")
+            raise UsageError(f"{out}: format='dcp' writes a new folder: leave overwrite= out")
         which = select if strip is None else PrefixSelection(strip, select)
         where = os.fspath(out)
         return self._with_remote_fallback(
@@ -509,7 +509,9 @@ class RestoreMethods(StoreHandle):
         if layout not in LAYOUTS:
             raise UsageError(f"layout: {layout!r:.80}; it may be {' or '.join(map(repr, LAYOUTS))}")
         if layout != "hf" and (strip, config) != (None, None):
-            raise UsageError(f"strip= and config= describe a model for layout='hf': they do not go with {layout!r}")
+            raise UsageError(
+                f"strip= and config= describe a model for layout='hf': they cannot be combined with {layout!r}"
+            )
         where = os.fspath(out)
         model = ModelOptions(strip, None if config is None else os.fspath(config))
         return self._with_remote_fallback(

@@ -67,7 +67,7 @@ def shared_writer(address: str, journal: Journal, request: WriterRequest, opener
 
     Args:
         address: `Backend.address` of the store.
-        journal: reads the store's FORMAT anew.
+        journal: reads the store's FORMAT again.
         opener: opens a writer.
 
     Raises:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, UsageError
@@ -13,6 +14,9 @@ from ckptstore.formats.history.records import FormatFile
 from ckptstore.log.checkpoint_info import look_up
 from ckptstore.log.journal import Journal
 from ckptstore.tiers.store_pair import Remote, StorePair
+
+if TYPE_CHECKING:
+    from ckptstore.log.log_reader import View
 
 __all__ = ["StoreHandle"]
 
@@ -26,7 +30,7 @@ class StoreHandle:
         self._remote = remote or Remote()
         self._reached: StorePair | None = None
         # If a write through this handle finds no space, retired segments are deleted and the write is tried again.
-        backend.reclaim_with(_reclaim_space)
+        backend.reclaim_with(_Reclaim())
 
     @property
     def backend(self) -> Backend:
@@ -122,10 +126,24 @@ class StoreHandle:
         return pair
 
 
-def _reclaim_space(backend: Backend) -> int:
-    """Delete segments that nothing needs -> freed bytes."""
-    from ckptstore.maintenance.garbage_collection import collect
+class _Reclaim:
+    """Deletes segments that nothing needs. Kept by a backend, for all handles on it."""
 
-    # Prevents: a writer that outlives the handle that opened it (`with ckptstore.open(path).writer()`) and fails for
-    # lack of space although space could be freed. So this reads the log again.
-    return collect(Journal(backend)).nbytes
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Backend], View] | None = None
+
+    def __call__(self, backend: Backend) -> int:
+        """Delete segments that nothing needs -> freed bytes."""
+        from ckptstore.log.log_reader import read
+        from ckptstore.maintenance.garbage_collection import collect
+
+        # Prevents: a writer that outlives the handle that opened it (`with ckptstore.open(path).writer()`) and fails
+        # for lack of space although space could be freed. So this reads the log itself.
+        journal = Journal(backend)
+        if backend.bound is None or not backend.bound.active:
+            return collect(journal).nbytes
+        # Under a limit almost every save collects: read only what is new in the log.
+        since = self._last[1] if self._last is not None and self._last[0]() is backend else None
+        view = read(journal, since)
+        self._last = weakref.ref(backend), view
+        return collect(journal, since=view).nbytes

@@ -78,7 +78,7 @@ class TierMethods(StoreHandle):
         bandwidth: float | None = None,
         on_failure: Callable[[StorageError], object] = lambda _error: None,
     ) -> Iterator[Synced]:
-        """Copy each commit to the remote as it is made: for a process beside writers that do not drain themselves
+        """Copy each commit to the remote as it is made: for a separate process, if the writers do not drain themselves
         (many ranks, the agent). Yields the result of every pass that copied something.
 
         Ends when the run was continued elsewhere; the last result says so.

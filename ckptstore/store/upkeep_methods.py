@@ -168,7 +168,8 @@ class UpkeepMethods(StoreHandle):
             max_restore_seconds: how long any restore may take on this machine; None: no limit.
             target_bytes: total bytes of all segments below which no more restore time is spent to save bytes; None: as
                 few bytes as possible.
-            only: ``A..B``, two REFs of one term: store only these again. None: all that are worth it.
+            only: ``A..B``, two REFs of one term: store only these again; it has to include those of `plain`. None: all
+                that are worth it.
             plain: REFs of checkpoints to store as uncompressed fulls, which `file_of` and ``load(mmap=True)`` map. A
                 later compaction that is not given them may compress them again.
             bandwidth: at most this many bytes of state are decoded, encoded and read back a second; None: no limit.
@@ -359,7 +360,7 @@ class UpkeepMethods(StoreHandle):
             what the copy has now, and what this call copied.
 
         Raises:
-            UsageError: the target is something else, lies in this store, or a writer continued it on its own.
+            UsageError: the target is something else, is in this store, or a writer continued it on its own.
             CheckpointNotFoundError: no checkpoint matches a REF.
             CorruptionError: this store is damaged (`repair` copies what is intact).
             ReadOnlyError, StorageError: a medium failed, or cannot be written.

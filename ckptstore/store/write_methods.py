@@ -51,6 +51,7 @@ class WriteMethods(StoreHandle):
         memory: int | None = ...,
         on_metrics: OnMetrics | None = ...,
         keep: Sequence[str] | None = ...,
+        space: int | str | None = ...,
         compact: CompactOptions | None = ...,
         reuse: bool = ...,
     ) -> Writer: ...
@@ -70,6 +71,7 @@ class WriteMethods(StoreHandle):
         diffs: DiffOptions | None = ...,
         on_metrics: OnMetrics | None = ...,
         keep: Sequence[str] | None = ...,
+        space: int | str | None = ...,
         reuse: bool = ...,
     ) -> RankWriter: ...
 
@@ -88,6 +90,7 @@ class WriteMethods(StoreHandle):
         memory: int | None = None,
         on_metrics: OnMetrics | None = None,
         keep: Sequence[str] | None = None,
+        space: int | str | None = None,
         compact: CompactOptions | None = None,
         reuse: bool = False,
     ) -> Writer:
@@ -112,8 +115,8 @@ class WriteMethods(StoreHandle):
                 on the medium yet; training waits while it is used up. The base's memory is extra. None: docs/writer.md.
             on_metrics: a thread calls it with a `SaveMetrics` after every save; an exception that it raises is ignored.
             keep: the store's retention rules from now on, as in `keep`; an empty list: every checkpoint stays. None:
-                the store's current rules, which every writer applies. A writer retires checkpoints; files are deleted
-                by `gc`, or when a save finds no space. Call `gc` now and then, as a `Checkpointer` does.
+                its current rules. A writer retires checkpoints; `gc`, which a `Checkpointer` calls, deletes the files.
+            space: the most space for all checkpoints, in bytes (``4GB``) or states (``3 states``): docs/retention.md.
             compact: while no save is in flight, store kept checkpoints again, as `compact` does; not with `group`.
             reuse: return the writer that this process opened in this way for the same store and `group`, if it can
                 still save; else open one. Callers share it: leave it open, until the interpreter exits.
@@ -129,7 +132,7 @@ class WriteMethods(StoreHandle):
         from ckptstore.write.writer_options import WriterOptions
 
         coding = (_delta_options(deltas), _diff_options(diffs))
-        options = WriterOptions(budget, threads, max_in_flight, poll_seconds, *coding, memory, on_metrics, keep)
+        options = WriterOptions(budget, threads, max_in_flight, poll_seconds, *coding, memory, on_metrics, keep, space)
         opened = self._shared_writer if reuse else self._new_writer
         return opened(parent, group, ranks, options, compact)
 

@@ -90,7 +90,7 @@ class BackgroundDrain:
             if self._lost is not None or since > PATIENCE:
                 raise StorageError(
                     errno.EDQUOT,
-                    f"not saved: {lag.nbytes} bytes are on this machine alone, the limit is {most} (lag_bytes), and "
+                    f"not saved: {lag.nbytes} bytes are only on this machine, the limit is {most} (lag_bytes), and "
                     f"the remote has been failing for {since:.0f} s: {self._failure}",
                     self._drain.pair.local.url,
                 )
@@ -198,10 +198,10 @@ class BackgroundDrain:
         if failure is not None and failing is not None:
             since = time.monotonic() - failing
             if since >= SOON or not (isinstance(failure, StorageError) and failure.errno in _TRANSIENT):
-                return f"{failure}; new checkpoints are in {here} alone, and the drain tries again"
+                return f"{failure}; new checkpoints are only in {here}, and the drain tries again"
             return None
         if (quiet := self._quiet.seconds()) >= SOON:
-            return f"{there}: no answer for {quiet:.0f} s; new checkpoints are in {here} alone until it answers"
+            return f"{there}: no answer for {quiet:.0f} s; new checkpoints are only in {here} until it answers"
         return damage
 
     def _next(self, pause: float) -> bool:

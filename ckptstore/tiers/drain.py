@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 from ckptstore.errors import (
     CorruptLogError,
     CorruptSegmentError,
@@ -153,7 +153,7 @@ class Drain:
         """Copy everything that the store has now. If another process is doing that, wait for it.
 
         Args:
-            patience: see `alone`.
+            patience: see `exclusive_access`.
 
         Raises:
             UsageError: the remote holds something else.
@@ -161,13 +161,13 @@ class Drain:
             CorruptionError: the store is damaged; what was copied so far stays.
             StorageError: a medium failed; what was copied so far stays.
         """
-        with alone(self.pair.local.backend, patience) as mine:
-            return self.once_alone(patience) if mine else self._raise_busy(self.pair.local.backend)
+        with exclusive_access(self.pair.local.backend, patience) as mine:
+            return self.once_locked(patience) if mine else self._raise_busy(self.pair.local.backend)
 
     @staticmethod
     def _raise_busy(backend: Backend) -> NoReturn:
         # Prevents: a writer that is closed meanwhile, and reports everything as drained although nothing was.
-        raise StorageError(errno.EBUSY, "another process is at work there", backend.url)
+        raise StorageError(errno.EBUSY, "another process has locked it (a drain, a copy, a repair)", backend.url)
 
     def behind(self) -> bool:
         """Whether the store's log has grown since the last pass. Sends no request to the remote."""
@@ -176,9 +176,9 @@ class Drain:
         except (CorruptLogError, StorageError):
             return True  # the pass reports the error
 
-    def once_alone(self, patience: Callable[[], bool] = lambda: True) -> DrainResult:
+    def once_locked(self, patience: Callable[[], bool] = lambda: True) -> DrainResult:
         """`once`, for a caller that has locked the store; this locks the remote. Raises as `once`."""
-        with alone(self.pair.remote.backend, patience, make=self.remote is None) as mine:
+        with exclusive_access(self.pair.remote.backend, patience, make=self.remote is None) as mine:
             if not mine:
                 self._raise_busy(self.pair.remote.backend)
             self.at_work = True

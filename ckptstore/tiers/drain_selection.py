@@ -43,7 +43,7 @@ def remote_retired(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
 
     Such a checkpoint is not drained again.
 
-    In the remote's newest term every step is known. Of an earlier term the remote's log says which step it had reached
+    In the remote's newest term every step is known. For an earlier term the remote's log says which step it had reached
     when the next term began, and which steps a drain had left out. A drain copies in the order of steps, so steps up to
     that one were there. If the log does not say, the checkpoint was not there: it stays in the store, and is reported.
     (One exception: later saves overtook a save, and then another machine continued the run before the next pass. The
@@ -85,7 +85,7 @@ def _reached(there: Catalog) -> dict[int, int]:
 
 
 def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) -> tuple[Catalog, tuple[Node, ...]]:
-    """What the remote should have in the end -> a catalog, and the checkpoints that it never gets, ascending.
+    """Choose what the remote will have -> its catalog, and the checkpoints that it never gets, ascending.
 
     Nothing is drained from `damaged` segments, nor checkpoints that cannot be restored without them. A term is still
     being written if it is the remote's newest, or newer. Checkpoints of earlier terms that the remote lacks are a

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final, TypeVar
 
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 from ckptstore.errors import (
     CheckpointNotFoundError,
     CkptError,
@@ -65,8 +65,8 @@ def restore_newest(pair: StorePair) -> str | None:
         return None
     here = pair.local.backend
     if not here.read_only:
-        here.probe()  # creates the folder, which `alone` locks
-    with alone(here):
+        here.probe()  # creates the folder, which `exclusive_access` locks
+    with exclusive_access(here):
         if _holds_store(pair.local):
             return None  # another process on this machine has restored it meanwhile
         try:
@@ -268,7 +268,7 @@ def _copied_back(pair: StorePair, wanted: CheckpointId, damage: str) -> bool:
     try:
         catalog = read(pair.local).catalog
         chain = plan(catalog, wanted).segments
-        with alone(pair.local.backend):
+        with exclusive_access(pair.local.backend):
             count = copy_back(pair, [catalog.segments[name] for name in chain], damage)
     except (CorruptLogError, CorruptSegmentError, NotFoundError, StorageError):
         return False

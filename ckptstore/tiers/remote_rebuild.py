@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 from ckptstore.errors import (
     CorruptLogError,
     CorruptSegmentError,
@@ -60,7 +60,7 @@ def clear_remote(pair: StorePair) -> int:
         CorruptLogError, StorageError: one of the two cannot be read.
     """
     local, remote = pair.local, pair.remote.backend
-    with alone(local.backend), alone(remote):
+    with exclusive_access(local.backend), exclusive_access(remote):
         there = Journal(remote, local.format)
         keys = remote.list("")
         _check_ours(there, keys)
@@ -86,7 +86,7 @@ def clear_remote(pair: StorePair) -> int:
 def _check_ours(there: Journal, keys: list[str]) -> None:
     """Raise `UsageError` if there is an object that no store has, or one of another run."""
     if strangers := [key for key in keys if key not in _FILES and not key.startswith(_ROOMS)]:
-        raise UsageError(f"{there.url}: it holds {strangers[0]!r}, which is no part of a store: nothing was deleted")
+        raise UsageError(f"{there.url}: it holds {strangers[0]!r}, which is not part of a store: nothing was deleted")
     for key in keys:
         run = _run_of(there, key)
         if run not in (None, there.run):

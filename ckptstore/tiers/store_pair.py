@@ -157,7 +157,7 @@ class StorePair:
         """Raise `RemoteLostError` if the remote holds no store, although terms of this run were opened in it.
 
         Prevents: mistaking a disk that is not mounted, or a folder that is gone, for a new remote. It would not know
-        who continued the run, and would acknowledge checkpoints that are on this machine alone.
+        who continued the run, and would acknowledge checkpoints that are only on this machine.
         """
         with contextlib.suppress(NotFoundError, CorruptionError):
             known = configured(read(self.local).catalog)

@@ -1,4 +1,4 @@
-"""``ckpt sync``: brings a store's remote up to date once, or continuously beside a writer that has no drain."""
+"""``ckpt sync``: brings a store's remote up to date once, or continuously, for a writer that has no drain."""
 
 from __future__ import annotations
 

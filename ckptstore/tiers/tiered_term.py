@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 from ckptstore.errors import UsageError
 from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.checkpoint_ref import node_of
@@ -66,9 +66,9 @@ def _open_in_both(
     chosen: Callable[[Catalog], CheckpointId | None],
     about: Mapping[str, Any],
 ) -> Term:
-    with alone(pair.local.backend):
+    with exclusive_access(pair.local.backend):
         # Prevents: a term that continues from before what this machine has acknowledged, although none came between.
-        done = drain.once_alone()
+        done = drain.once_locked()
         crash_point("tiers.drained")
         before = drain.remote
         assert before is not None  # a pass reads it

@@ -161,7 +161,7 @@ class Checkpointer:
 
         Args:
             ref: the checkpoint to continue from: ``latest``, a step, ``STEP@TERM``, ``tag:NAME``. If it is not the
-                newest, the run begins a branch. None: begin from nothing, whatever the store holds.
+                newest, the run begins a branch. None: start from scratch, whatever the store holds.
             parts: restore only these parts, and leave the others as the script has them: some of ``model``,
                 ``optimizer``, ``scheduler``, ``scaler``, ``compressor``, ``extra``, ``loader``, ``random`` (the
                 generators). None: all. A log line lists the parts that are left out.
@@ -181,7 +181,7 @@ class Checkpointer:
         asked = _Asked(check_parts(parts, self._captured.given), parts, strict)
         if self._term is not None:
             if ref is None:
-                raise UsageError("resume(None) begins from nothing, and this run has begun: make another Checkpointer")
+                raise UsageError("resume(None) starts from scratch, and this run has begun: make another Checkpointer")
             return self.rollback(ref, parts=parts, strict=strict)
         term = self._open(None if ref is None else str(ref))
         writer = term.writer
@@ -254,7 +254,7 @@ class Checkpointer:
 
         Raises:
             UsageError: the store holds checkpoints and `resume` was not called; something else has loaded an
-                optimizer's state since the last step; metrics that are no numbers.
+                optimizer's state since the last step; metrics that are not numbers.
             with ``on_error="raise"``: the error of a save that failed.
         """
         self._steps.pace.came()
@@ -337,7 +337,7 @@ class Checkpointer:
         if newest is not None:
             raise UsageError(
                 f"{self.store.url} holds a run of {newest} steps: call resume() before the first step to continue it, "
-                "or resume(None) to begin another from nothing"
+                "or resume(None) to start another one from scratch"
             )
         # An agent may hold a step that is in no store yet: only resume() continues from that.
         term = self._open(None if self._settings.agent else "latest")
@@ -345,7 +345,7 @@ class Checkpointer:
         return term
 
     def _open(self, ref: str | None) -> OpenTerm:
-        """Open a term that continues from `ref`; None: from nothing."""
+        """Open a term that continues from `ref`; None: from scratch."""
         settings, captured = self._settings, self._captured
         group = ranks_of(settings.group, captured.sharding)
         if group is not None and settings.every is None:
@@ -445,7 +445,7 @@ class Checkpointer:
     ) -> PendingSave | None:
         self._check_open()
         if metrics is not None and not isinstance(metrics, Mapping):
-            raise UsageError(f"metrics: {type(metrics).__name__}; numbers by name are wanted: {{'loss': loss}}")
+            raise UsageError(f"metrics: {type(metrics).__name__}; expected numbers by name: {{'loss': loss}}")
         term = self._term or self._begin_from_nothing()
         if self._tracker.loaded and self._done:
             raise UsageError(

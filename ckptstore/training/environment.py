@@ -20,7 +20,7 @@ _FLAGS = ("fused", "foreach", "capturable", "differentiable")
 _NOT_COMPARED = frozenset({"params", "param_names", "initial_lr"})
 """Members of a group that `ParameterMatch` and the learning rate speak of."""
 _CYCLED = ("betas", "momentum")
-"""What `CyclicLR` and `OneCycleLR` change beside the learning rate. They set ``base_momentum`` in such a group."""
+"""What `CyclicLR` and `OneCycleLR` change besides the learning rate. They set ``base_momentum`` in such a group."""
 _MOVED = object()
 """Stands for a number that a schedule changes: it is not compared."""
 _LARGEST = 65_536

@@ -3,7 +3,7 @@
 What is left out cannot be restored: the script loads it. So every checkpoint has a record of it, two numbers for each
 weight (`record`), and a resumed script is compared with that (`differences`). Every save computes the record again from
 the bits: torch's own count of changes misses writes through ``.data``. The record needs one read of the frozen weights
-for each save, where they lie: 0.06 to 0.2 s of processor time for each GB in the memory of the CPU.
+for each save, without a copy: 0.06 to 0.2 s of processor time for each GB in the memory of the CPU.
 
 A weight is left out only as long as it is frozen and has the bits with which the script loaded it. One that was
 trained, loaded or written since then is stored.

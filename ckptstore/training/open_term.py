@@ -1,4 +1,4 @@
-"""The open term of a `Checkpointer`: its writer, the saves in flight, and what retention does beside them."""
+"""The open term of a `Checkpointer`: its writer, the saves in flight, and retention."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OpenTerm:
         reports: SaveReports,
         ref: str | None,
     ) -> None:
-        """Open a term that continues from `ref`; None: from nothing.
+        """Open a term that continues from `ref`; None: from scratch.
 
         Args:
             reports: gets the metrics of each save.
@@ -99,7 +99,7 @@ class OpenTerm:
 
     @property
     def written_by_agent(self) -> bool:
-        """Whether an agent writes the last step at the end, due or not. Of several ranks all have to agree to it."""
+        """Whether an agent writes the last step at the end, due or not. With several ranks all have to agree to it."""
         return self.follows and self.group is None
 
     def finish(self) -> None:
@@ -132,6 +132,8 @@ def _writer_options(
         once=_stores_once(captured),
     )
     found |= {"max_in_flight": settings.max_in_flight, "threads": settings.threads, "keep": settings.keep.store_rules}
+    if settings.space is not None:
+        found["space"] = settings.space
     if group is not None:
         found["group"] = group
         found["ranks"] = RankOptions(timeout=settings.rank_timeout, per_rank=captured.per_rank)

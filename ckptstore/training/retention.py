@@ -65,7 +65,7 @@ class Keep:
         if self.best is not None and (not isinstance(self.best, str) or not self.metric):
             raise UsageError(f"keep_best: {self.best!r}; the name of a metric, or 'max:NAME'")
         if self.rules is not None and (self.last is not None or self.every is not None):
-            raise UsageError("keep: rules stand for keep_last and keep_every: ['last:N', 'every:N']")
+            raise UsageError("keep: it replaces keep_last and keep_every: write ['last:N', 'every:N']")
         checked(self.store_rules or ())  # rules do not allow every name of a metric
 
     @property
@@ -181,7 +181,7 @@ class Retention:
         best = self._keep.best_of(catalog)
         if best is not None and catalog.tags.get(BEST) != best.node:
             self._writer.tag(BEST, best.ref)
-            self._writer.poll()  # so that it can retire the former best
+            self._writer.poll()  # so that it can retire the previous best
             view = self._store.view()
             catalog = view.catalog
         # Also without rules: they may have been removed again, or come with the next request.

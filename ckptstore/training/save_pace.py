@@ -17,7 +17,7 @@ _FIRST: Final = 3
 """Steps that do not count: the first ones open the store and allocate memory."""
 STEPS: Final = 20
 LONG: Final = 10.0
-"""Steps, and seconds of waiting in them, after which the share of the waiting is no accident."""
+"""Steps, and seconds of waiting in them, after which the share of the waiting is not a coincidence."""
 
 
 @runtime_checkable

@@ -250,7 +250,7 @@ class _Steps:
         self._said = True
         warn(
             f"none of the last {self._idle} steps was saved, because no optimizer that the Checkpointer was given has "
-            "stepped: were they made again, or are others used?",
+            "stepped: were they created again, or are other optimizers used?",
             UnsavedStepWarning,
         )
 
@@ -279,7 +279,7 @@ class _BestMetric:
             return
         self._seen = True
         if not _is_ranked(self._name, value):
-            what = "NaN" if _is_nan(value) else f"no number but {type(value).__name__}"
+            what = "NaN" if _is_nan(value) else f"not a number but {type(value).__name__}"
             warn(
                 f"keep_best: {self._name!r} is {what}; steps where it is that are not ranked",
                 UnsavedStepWarning,

@@ -38,7 +38,7 @@ class ScriptObjects:
         self.scaler = None if scaler is None else _stateful("scaler", scaler)
         self.loader = None if loader is None else counted(loader)
         if extra is not None and not isinstance(extra, Mapping):
-            raise UsageError(f"extra: {type(extra).__name__}; objects by name are wanted, as in extra={{'ema': ema}}")
+            raise UsageError(f"extra: {type(extra).__name__}; expected objects by name, as in extra={{'ema': ema}}")
         self.extra_objects: dict[str, Any] = dict(extra or {})
         self.extra = {name: _accessors(f"extra[{name!r}]", one) for name, one in self.extra_objects.items()}
         self.compressor = compressor
@@ -73,7 +73,7 @@ def inner_model(name: str, model: Any) -> torch.nn.Module:
     """The module inside wrappers that only compile or distribute it.
 
     Raises:
-        UsageError: it is no module.
+        UsageError: it is not a module.
     """
     while True:
         if hasattr(model, "_orig_mod"):
@@ -83,7 +83,7 @@ def inner_model(name: str, model: Any) -> torch.nn.Module:
         elif isinstance(model, torch.nn.Module):
             return model
         else:
-            raise UsageError(f"{name}: {type(model).__name__}; a torch.nn.Module is wanted")
+            raise UsageError(f"{name}: {type(model).__name__}; expected a torch.nn.Module")
 
 
 def inner_optimizer(name: str, optimizer: Any) -> torch.optim.Optimizer:
@@ -94,7 +94,7 @@ def inner_optimizer(name: str, optimizer: Any) -> torch.optim.Optimizer:
         seen.add(id(optimizer))
         inner = getattr(optimizer, "optimizer", None)
         if inner is None or id(inner) in seen:
-            raise UsageError(f"{name}: {type(optimizer).__name__}; a torch.optim.Optimizer is wanted")
+            raise UsageError(f"{name}: {type(optimizer).__name__}; expected a torch.optim.Optimizer")
         optimizer = inner
     return optimizer
 
@@ -155,5 +155,5 @@ def _accessors(name: str, value: Any) -> tuple[Callable[[], Any], Callable[[Any]
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     raise UsageError(
-        f"{name}: {type(value).__name__} has no state_dict and load_state_dict, and is no random generator"
+        f"{name}: {type(value).__name__} has no state_dict and load_state_dict, and is not a random generator"
     )

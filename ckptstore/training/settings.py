@@ -40,7 +40,7 @@ class CheckpointerOptions(TypedDict, total=False):
             script loads them itself before `resume`, which compares their bits with those that the run had. Frozen
             weights that change during the run are stored from then on. None (default): everything is stored; frozen
             weights once, unless ``strategy="full"`` was asked for.
-        compressor: a `TopKHook`. Step diffs store its sparse gradients, and a replica is sent them alone.
+        compressor: a `TopKHook`. Step diffs store its sparse gradients, and a replica gets only these.
         save_every: optimizer steps from one checkpoint to the next (default 1), or a
             `ckptstore.tuning.IntervalController`, which chooses the interval so that saves slow training down by no
             more than its limit. ``continuous``: a save begins as soon as the one before is durable. Leaving the
@@ -56,6 +56,8 @@ class CheckpointerOptions(TypedDict, total=False):
             highest.
         keep: rules as `Store.keep` takes them, instead of these three: ``["last:100", "every:1000"]``. Without any of
             the four the store's own rules apply.
+        space: the most space that the store's checkpoints may take, in bytes (``4GB``) or states (``3 states``; N + 1
+            for N in flight); see `Store.writer`. Not with ranks.
         compact: compact the store while no save is in flight, as `Store.writer` does; not with `agent` or ranks.
         deadline_seconds: seconds from now until the job is ended. When the next step might be too late, the current
             step is made durable and `Checkpointer.should_stop` becomes True.
@@ -86,6 +88,7 @@ class CheckpointerOptions(TypedDict, total=False):
     keep_every: int | None
     keep_best: str | None
     keep: Sequence[str] | None
+    space: int | str | None
     compact: CompactOptions | None
     deadline_seconds: float | None
     grace_seconds: float
@@ -123,6 +126,7 @@ class SaveSettings:
     linger_seconds: float = 300.0
     tensorboard: Scalars | None = None
     compact: CompactOptions | None = None
+    space: int | str | None = None
     keep: Keep = field(default_factory=Keep)
 
     def __post_init__(self) -> None:
@@ -150,7 +154,7 @@ class SaveSettings:
         if self.compact is not None and not isinstance(self.compact, CompactOptions):
             raise UsageError(f"compact: {self.compact!r:.80}; it takes CompactOptions, as compact=CompactOptions()")
         if self.agent and self.compact is not None:
-            raise UsageError("compact: not with agent=True; run `ckpt compact` beside it")
+            raise UsageError("compact: cannot be combined with agent=True; run `ckpt compact` in another process")
         if seconds("linger_seconds", self.linger_seconds) is None:
             raise UsageError("linger_seconds: a number of seconds is needed")
         if self.tensorboard is not None and not callable(getattr(self.tensorboard, "add_scalar", None)):

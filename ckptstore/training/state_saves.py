@@ -96,7 +96,7 @@ class StateSaves:
     def offer(
         self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
     ) -> PendingSave | None:
-        """A step is done -> its save; None: it is not saved.
+        """Save a finished step if it is due or forced -> its save; None: it is not saved.
 
         Args:
             due: the step should be saved.
@@ -218,7 +218,7 @@ class StateSaves:
             self._writer.wait()
 
     def _hear_of_agent(self, error: AgentLostError) -> None:
-        """A call reports that an agent has died: warn of the steps that it had, or else of the death alone."""
+        """A call reports that an agent has died: warn of the steps that it had, or else only of its death."""
         known = [one for one in self._under_way if one.done() and isinstance(one.exception(), self._forgiven)]
         if not known:
             self._remark_lost([(None, error)])
@@ -246,7 +246,7 @@ def ranks_of(group: Any, sharding: str = "") -> Group | None:
         sharding: how DTensor parameters are sharded; empty: there are none.
 
     Raises:
-        UsageError: `group` is no process group, or this process is not in it; one process alone cannot save shards.
+        UsageError: `group` is not a process group, or this process is not in it; one process alone cannot save shards.
     """
     distributed = torch.distributed
     if isinstance(group, str) and group == "all":

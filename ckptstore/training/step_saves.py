@@ -70,7 +70,7 @@ class StepSaves:
         tags: str | Sequence[str],
         save: bool | None,
     ) -> PendingSave | None:
-        """A step is done -> its save; None: it is not saved (see `Checkpointer.step`).
+        """Save a finished step -> its save; None: it is not saved (see `Checkpointer.step`).
 
         Args:
             step: its number.

@@ -75,7 +75,7 @@ class Circumstances:
 
 
 def chosen(about: Circumstances) -> tuple[Strategy, str]:
-    """What ``auto`` chooses -> the strategy, and the reason."""
+    """Choose the strategy for ``auto`` -> the strategy, and the reason."""
     state = f"{size(about.nbytes)} of state"
     if stores_once(about.frozen, about.nbytes):
         once = f"{size(about.frozen)} of {state} are frozen, and are stored once"
@@ -115,9 +115,9 @@ def predicted(optimizers: Sequence[torch.optim.Optimizer], save_every: int | Non
     if not optimizers:
         return "there is no optimizer"
     if save_every is None:
-        return "how many steps lie between two checkpoints is not said, and one can be predicted"
+        return "the number of steps between two checkpoints is not known, and only one can be predicted"
     if save_every > 1:
-        return f"{save_every} steps lie between two checkpoints, and one can be predicted"
+        return f"there are {save_every} steps between two checkpoints, and only one can be predicted"
     for optimizer in optimizers:
         if kind_of(optimizer) is None:
             return f"the arithmetic of {type(optimizer).__qualname__} is not known"

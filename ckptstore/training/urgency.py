@@ -52,7 +52,7 @@ class Urgency:
         self._notices.install()
 
     def remove(self) -> None:
-        """Restore the former handlers, and leave the other ranks."""
+        """Restore the previous handlers, and leave the other ranks."""
         self._notices.remove()
         self.leave()
 
@@ -86,7 +86,7 @@ class Urgency:
         return self._stopping or self._notices.ending
 
     def after(self, step: int, moved: bool) -> bool:
-        """A step is done -> whether to save it durably at once.
+        """Note that a step is done -> whether to save it durably now.
 
         Args:
             moved: there is something to save; if not, the next step that has something is the urgent one.
@@ -126,6 +126,6 @@ class Urgency:
         self._due = frozenset()
 
     def pass_on(self) -> None:
-        """If SIGTERM came and was acted on: pass it on to the former handler."""
+        """If SIGTERM came and was acted on: pass it on to the previous handler."""
         if self._notices.ending and self._stopping:
             self._notices.acted()

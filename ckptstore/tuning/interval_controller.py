@@ -1,12 +1,12 @@
 """Adapt the interval between saves during training: f* for the current times of iterations and saves (PCcheck §3.4).
 
-PCcheck only plans such a controller. This one raises the interval at once when a save, or the iterations beside it,
+PCcheck only plans such a controller. This one raises the interval at once when a save, or the iterations during it,
 cost more than `slowdown` allows, and a little further than needed. It lowers the interval only when it could be clearly
 shorter, and by half at most. So noise does not move it, and the bound has priority.
 
 T_w is defined for N saves at once. At the interval that Eq. (3) finds for it fewer saves run, and they are faster. If
 their time were taken for T_w, the interval would become shorter, T_w longer again, and so on forever. So each save is
-measured together with the number of saves that ran beside it. T_w is assumed to be linear in that number, and the slope
+measured together with the number of concurrent saves. T_w is assumed to be linear in that number, and the slope
 (0: saves do not disturb each other, 1: N of them take N times as long) is remembered.
 """
 
@@ -254,7 +254,7 @@ class IntervalController:
         full = 1 + self._steepness * (self._in_flight - 1)
         write = _risen([one * full / (1 + self._steepness * (crowd - 1)) for one, crowd in self._seen.writes])
         pace = self._pace()
-        # Each iteration beside a save is longer by this much, and a save alone is beside T_w / t of them.
+        # Each iteration during a save is longer by this much, and a save alone takes T_w / t iterations.
         beside = _excess(self._seen.beside, self._seen.quiet) * (write / pace)
         return Timing(Setting(self._in_flight, 1, 0), write, _risen(self._seen.calls) + beside)
 

@@ -62,7 +62,7 @@ def draw(
 
 
 def _finish(axes: Any) -> None:
-    """Finish either plot. The legend stands below, where it hides no numbers."""
+    """Finish either plot. The legend is below, where it hides no numbers."""
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,6 @@
 """Reproduce Table I of the LowDiff paper, for a job for which Eq. (8) has its minimum at the same place as the table.
 
-The table is a measurement (GPT2-L on eight A100), printed without its constants. Of those, S is in the paper's Exp. 7,
+The table is a measurement (GPT2-L on eight A100), printed without its constants. S is in the paper's Exp. 7,
 W is its network (25 Gbit/s) and M one of the MTBFs of Exp. 3. Iteration time, R_F and R_D are not printed: they are
 *calibrated* here. The place of the minimum depends only on R_D and M S/W (both in iterations); R_F only makes the
 minimum flatter.

@@ -28,7 +28,7 @@ def seconds(text: str) -> float:
     """
     parts = re.findall(rf"{_NUMBER}\s*(us|µs|ms|min|s|m|h|d)", text)
     if not parts or "".join(number + unit for number, unit in parts) != re.sub(r"\s", "", text):
-        raise UsageError(f"{text!r} is no time: write 500ms, 0.5s, 30min, 2h, 1h30min or 3d")
+        raise UsageError(f"{text!r} is not a time: write 500ms, 0.5s, 30min, 2h, 1h30min or 3d")
     return _finite(sum(float(number) * _SECONDS[unit] for number, unit in parts), text)
 
 
@@ -40,7 +40,7 @@ def nbytes(text: str) -> float:
     """
     found = re.fullmatch(rf"{_NUMBER}\s*([kmgt]i?)?B?", text.strip(), re.I)
     if not found:
-        raise UsageError(f"{text!r} is no size: write 5GB, 500MiB or a number of bytes")
+        raise UsageError(f"{text!r} is not a size: write 5GB, 500MiB or a number of bytes")
     return _finite(float(found[1]) * _PREFIX[(found[2] or "").lower()], text)
 
 
@@ -55,7 +55,7 @@ def bandwidth(text: str) -> float:
         raise UsageError(f"{text!r} could be bits or bytes: write 1GB/s (bytes) or 10Gbit/s (bits)")
     found = re.fullmatch(rf"{_NUMBER}\s*([kKmMgGtT]i?)?(B/s|bit/s|bps)", word)
     if not found:
-        raise UsageError(f"{text!r} is no bandwidth: write 1GB/s, 800MiB/s or 10Gbit/s")
+        raise UsageError(f"{text!r} is not a bandwidth: write 1GB/s, 800MiB/s or 10Gbit/s")
     return _finite(float(found[1]) * _PREFIX[(found[2] or "").lower()] / (1 if found[3] == "B/s" else 8), text)
 
 

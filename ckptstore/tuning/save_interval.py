@@ -3,7 +3,7 @@
 Symbols: t is the seconds of an iteration without saves. N is the maximum of saves in flight. T_w is the seconds from
 the moment a save begins to copy until it is durable, with N saves running. q is the tolerated slowdown (1.05: 5 %). f
 is the iterations from one save to the next. l is the seconds to load a checkpoint. We add `loss`: the seconds that
-every save costs the loop even if a place is free (the copy, and the slower iterations beside it). With a loss of 0 all
+every save costs the loop even if a place is free (the copy, and the slower iterations during it). With a loss of 0 all
 formulas here are the paper's.
 """
 
@@ -127,7 +127,7 @@ class Choice:
     Attributes:
         timing: N*, p, b and their T_w.
         interval: f*, with the loss of every save.
-        equation_3: f* by Eq. (3) alone.
+        equation_3: f* by Eq. (3), without the other limits.
     """
 
     timing: Timing

@@ -2,7 +2,7 @@
 
 Each setting gets its own store and fills it with back-to-back saves, so that N of them are always running: T_w is
 defined for this worst case. The first N saves touch their memory for the first time and do not count. The last N - 1 do
-not count either, because fewer saves run beside them.
+not count either, because fewer saves run at the same time.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def lengths_like(like: str, store: Store | None) -> list[int]:
     """Bytes of the tensors of a checkpoint of the store, or of a checkpoint file.
 
     Raises:
-        UsageError: `like` is no file, and there is no store in which it could be a REF.
+        UsageError: `like` is not a file, and there is no store in which it could be a REF.
         CheckpointNotFoundError, CorruptionError, FormatError, UnsupportedStateError, StorageError: it cannot be read.
     """
     path = Path(like).expanduser()
@@ -130,7 +130,7 @@ def trial_state(lengths: Sequence[int], most: int) -> dict[str, npt.NDArray[np.u
 
 
 def profile(scratch: Scratch, state: State, plan: TrialPlan, progress: Progress | None = None) -> Profile:
-    """Measure p at N = 1, then N with the best p, then p's neighbours at the best N, then b.
+    """Measure p (threads) at N = 1, then N (saves in flight) with the best p, then p's neighbours, then b (staging).
 
     N is raised as long as saves can become more frequent. Two values in a row without a gain end the search, as "we
     need to check only a few values" (§3.4). Fewer threads and less staging are preferred as in

@@ -1,4 +1,4 @@
-"""The protocol of background work beside a writer's saves, in the same process, while the writer is open."""
+"""The protocol of background work in a writer's process, while the writer is open."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Commits:
                 self._complain(UsageError(why))
             if (what := self.retainer.pinned()) is not None:
                 url = self.log.journal.url
-                warn(f"{url}: {what}; `ckpt compact {url} --gc` stores those anew, and frees the space")
+                warn(f"{url}: {what}; `ckpt compact {url} --gc` rewrites those, and frees the space")
 
     def retire_rest(self) -> None:
         """Retire the checkpoints that no rule keeps after a term's last batch: no later save would do it."""
@@ -187,4 +187,4 @@ class Commits:
         """Warn of an error of upkeep, once: upkeep is tried again after every save."""
         if error is not None and (why := str(error)) not in self._complaints:
             self._complaints.add(why)
-            warn(f"{self.log.journal.url}: upkeep of the log failed, which alone fails no save: {why}")
+            warn(f"{self.log.journal.url}: upkeep of the log failed, which by itself fails no save: {why}")

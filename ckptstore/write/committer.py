@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -122,7 +122,7 @@ class Committer(Commits):
                 self._deltas.torn()
             raise
         job.done.set_result(info)
-        return kept and stage.snapshot is not None  # an arriving state lies in memory of the deltas
+        return kept and stage.snapshot is not None  # an arriving state is in memory of the deltas
 
     def _store_copied(self, job: SaveJob, stage: Stage, progress: Progress | None) -> bool:
         """Copy a step from training's own tensors and store it: the next step is compressed against the copy."""
@@ -216,7 +216,8 @@ class Committer(Commits):
         assert self._diffs is not None
         begun: list[str] = []
         try:
-            written = self._diffs.stream(self._session(begun, None), arriving, updates, job)
+            with self._space():
+                written = self._diffs.stream(self._session(begun, None), arriving, updates, job)
             self.commit(CatalogChange(written.segments, written.checkpoints, written.encodings, tags=written.tags))
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):
@@ -257,7 +258,8 @@ class Committer(Commits):
         try:
             if self.ended is not None:
                 raise self.ended
-            written = self._diffs.write(self._session(begun, None))
+            with self._space():
+                written = self._diffs.write(self._session(begun, None))
             self.commit(CatalogChange(written.segments, written.checkpoints, written.encodings, tags=written.tags))
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):
@@ -316,7 +318,7 @@ class Committer(Commits):
         tell_what_holds_space(error, lambda: self.log.catalog, self.log.journal.backend)
 
     def take_in(self, term: int, change: CatalogChange) -> Outcome:
-        """Commit a change that was made for `term` beside the saves -> the outcome."""
+        """Commit a change that was made for `term` during the saves -> the outcome."""
         if self.ended is not None:
             raise self.ended
         if term != self.log.number:
@@ -344,6 +346,11 @@ class Committer(Commits):
     def waiting(self) -> int:
         """How many steps wait for their batch. Any thread may ask."""
         return 0 if self._diffs is None else len(self._diffs.waiting)
+
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes of the compressed steps that wait for their batch."""
+        return 0 if self._diffs is None else self._diffs.waiting_nbytes
 
     def finish(self) -> None:
         """End the term."""
@@ -406,10 +413,21 @@ class Committer(Commits):
         feed: Feed | None = None,
     ) -> tuple[CheckpointInfo, bool]:
         """Write and commit a full or a delta -> the checkpoint, and whether `snapshot` stays in memory as a base."""
-        made, order, stored = self._write(flat, job, self._blocks, progress, feed)
+        with self._space():
+            made, order, stored = self._write(flat, job, self._blocks, progress, feed)
         info = self.publish(made, job)
         kept = self._deltas.committed(order, made.entry.id, flat, snapshot, stored, lambda: job.interrupted)
         return info, kept
+
+    @contextlib.contextmanager
+    def _space(self) -> Iterator[None]:
+        """What this thread writes within counts for one save, until it is on the medium."""
+        space = self.log.journal.backend.begin_save()
+        try:
+            with space.within():
+                yield
+        finally:
+            space.end()
 
     def _write(
         self,

@@ -102,11 +102,11 @@ class CompressedSaves(SavePath):
             stage.run(job, lambda: self.submit(committer, job, stage, progress))
 
     def copied_updates(self, flat: FlatState, updates: Updates | None) -> tuple[Sequence[Update], Snapshot | None]:
-        """The updates of a state, with copied gradients."""
+        """The updates of a state, and a copy of their gradients; None: there is no copy."""
         found = self._explaining.found(updates, flat)
         if self._first:
-            # The first save is a full and needs no updates: do not copy gradients, into memory that is not touched yet.
-            # By the next save it is touched.
+            # The first save is a full and needs no updates. Copying gradients would delay it, because their memory is
+            # not prefaulted yet. It is reserved here, and prefaulted before the next save.
             self._first = False
             if (gradients := dense_gradients(found)).tensors:
                 self._snapshots.kept(gradients)

@@ -22,11 +22,12 @@ from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEnt
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
+from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import Workers
 from ckptstore.segments.block_stream import BlockStream
-from ckptstore.segments.packed_segments import drafts, write_stream
-from ckptstore.segments.plain_segments import WrittenState
+from ckptstore.segments.packed_segments import INDEX_ENTRY, drafts, write_stream
+from ckptstore.segments.plain_segments import WrittenState, plain_nbytes
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.capture.bounded_capture import Feed, Piece, Unit, Window
 
@@ -206,6 +207,10 @@ def write_coded(
     Raises:
         as `write_packed`.
     """
+    if (bound := session.backend.bound) is not None and bound.active:
+        full = plain_nbytes(session.backend, flat, documents, limit)
+        # Payloads that do not compress are stored as they are; the index may be longer than a plain header.
+        bound.admit(full + INDEX_ENTRY * len(flat.tensors) + BLOCK, full)
     with nullcontext() if arriving is None else arriving.feed.reading():
         plans = {plan.spec.name: plan for plan in choose_all(flat, base, gap, choices, session.workers)}
     written: list[SegmentEntry] = []

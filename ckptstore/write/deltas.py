@@ -86,7 +86,12 @@ class Deltas:
         Raises `StorageError`. Only for a writer that makes no deltas; any thread may call it.
         """
         encoding = StepEncoding(self._draft.term, "full", None, time.time())
-        mapped = map_segments(self._backend, flat, replace(self._draft, encodings={step: encoding}))
+        space = self._backend.begin_save()
+        try:
+            with space.within():  # once it is mapped, the medium counts it as used
+                mapped = map_segments(self._backend, flat, replace(self._draft, encodings={step: encoding}))
+        finally:
+            space.end()
         if mapped is None:
             return None
         regions, places = regions_of(mapped, flat)

@@ -17,9 +17,10 @@ from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.commit_checks import droppable, pinned
 from ckptstore.formats.history.records import CheckpointId, Node
 from ckptstore.formats.history.retention_rules import RetentionTracker, known
+from ckptstore.host.pages import BLOCK
 from ckptstore.log.change import CatalogChange
 
-__all__ = ["Retainer", "short_of_space"]
+__all__ = ["Retainer", "short_of_space", "tight"]
 
 _AT_ONCE: Final = 256
 """The most checkpoints that one record retires: it must fit into a slot of the log, and be quick to make."""
@@ -165,8 +166,24 @@ def short_of_space(catalog: Catalog, free: Callable[[], int | None]) -> bool:
     if len(catalog.held) <= len(catalog.checkpoints):
         return False
     newest, left = catalog.latest(), free()
-    # Prevents: a save that fails as a full, though a step diff or delta would fit. The chain goes only after the full.
+    # Prevents: a save that fails as a full, though a step diff or delta would fit. The chain is deleted only after it.
     return newest is not None and left is not None and newest.nbytes <= left < _FULLS * newest.nbytes
+
+
+def tight(catalog: Catalog, limit: int, full: int, waiting: int) -> bool:
+    """Whether a limit on space leaves no room for a longer chain: if one more checkpoint took as much as a full, the
+    fulls that release the chain would not fit any more.
+
+    Args:
+        catalog: the present catalog of the term. What it does not name can be deleted.
+        limit: the limit in bytes.
+        full: bytes of a full.
+        waiting: bytes of step diffs that are not written yet.
+    """
+    taken = waiting + sum(-(-one.size // BLOCK) * BLOCK for one in catalog.segments.values())
+    # `last:N` keeps the end of a chain until N checkpoints have followed.
+    following = max((int(rule[5:]) for rule in catalog.keep if rule.startswith("last:")), default=1)
+    return limit - taken < (1 + following) * full
 
 
 def _damaged(catalog: Catalog) -> bool:

@@ -37,7 +37,7 @@ class SecondTier(Protocol):
         """Raise `FencedError` if the run was continued elsewhere: nothing more may be committed here."""
 
     def admit(self) -> None:
-        """Wait while too much is on the first tier alone. Raises `StorageError` if that does not shrink; as `check`."""
+        """Wait while too much is only on the first tier. Raises `StorageError` if that does not shrink; as `check`."""
 
     def committed(self) -> None:
         """Note that something was committed and must be copied there. Waits for nothing."""

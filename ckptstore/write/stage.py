@@ -16,7 +16,7 @@ __all__ = ["Bounded", "Copies", "InPlace", "Stage"]
 
 
 class Stage:
-    """A state that is passed to the thread that stores it. It lies in its caller's memory, unless a subclass differs.
+    """A state that is passed to the thread that stores it. It is in its caller's memory, unless a subclass differs.
 
     Attributes:
         flat: the state.

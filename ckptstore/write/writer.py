@@ -57,7 +57,7 @@ class Writer(Finishable):
     @property
     def usable(self) -> bool:
         """Whether it can save, as far as it knows: it is not closed, nothing has ended it (a newer term exists), and
-        this process is no fork of the one that opened it.
+        this process is not a fork of the one that opened it.
         """
         try:
             self._check_open()
@@ -75,7 +75,7 @@ class Writer(Finishable):
         return None
 
     def __repr__(self) -> str:
-        since = "from nothing" if self.parent is None else f"from {self.parent.ref}"
+        since = "from scratch" if self.parent is None else f"from {self.parent.ref}"
         return f"<Writer of {self.url!r}: term {self.term}, {since}>"
 
     # -- saving
@@ -266,7 +266,7 @@ class Writer(Finishable):
 
     @warns_last
     def poll(self) -> None:
-        """Answer requests of other processes now (`Store.merge`, `tag`, `retire` ... beside this writer), and fold the
+        """Answer requests of other processes now (`Store.merge`, `tag`, `retire` ... in another process), and fold the
         log if that is due. A writer also does this after every save, and every `poll_seconds`; with many ranks, the
         first rank does.
 
@@ -358,9 +358,9 @@ class Writer(Finishable):
             and the error of a `save_async` that no call has raised yet; then nothing was done.
         """
         refuse_within(self, self._WAIT)
-        if ref is None:  # Prevents: a term that continues from nothing, which fences the present one.
+        if ref is None:  # Prevents: a term that starts from scratch, which fences the present one.
             raise UsageError(
-                "rollback takes a checkpoint to go back to; to begin from nothing open a writer with parent=None"
+                "rollback takes a checkpoint to go back to; to start from scratch open a writer with parent=None"
             )
         return self._rollback(ref)  # unchanged: a CheckpointInfo says more than its name
 

@@ -6,12 +6,13 @@ import contextlib
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ckptstore._version import __version__
-from ckptstore.errors import CheckpointNotFoundError, CkptError, FencedError, ReadOnlyError
+from ckptstore.errors import CheckpointNotFoundError, CkptError, FencedError, ReadOnlyError, UsageError
 from ckptstore.formats.history.catalog import CLOSED, Catalog, TermEntry
 from ckptstore.formats.history.records import CheckpointId, CommitRecord, ref_of
+from ckptstore.formats.history.space_limits import space_of
 from ckptstore.frameworks import bridge
 from ckptstore.host import interpreter_exit
 from ckptstore.host.caller_warnings import DeterminismWarning, FreshStartWarning, LostStepsWarning, WarningsLast, warn
@@ -31,6 +32,11 @@ __all__ = ["Opener", "TermOpener", "open_writer"]
 
 Opener: TypeAlias = Callable[[Journal, Callable[[Catalog], CheckpointId | None], Mapping[str, Any]], Term]
 """Begins a term of a store: arguments are the journal, a function that chooses the parent, and facts on the process."""
+
+_NO_SPACE_OF_RANKS: Final = (
+    "not with group=: each rank writes its share by itself, and cannot know what the shares of the others take "
+    "meanwhile; collect with `store.gc()` between saves, and leave space for one more state per save in flight"
+)
 
 
 def open_writer(
@@ -65,10 +71,21 @@ def open_writer(
     if environment is not None:
         about["environment"] = dict(environment)
     about["asked"] = parent is not None
+    chooser = _parent_chooser(parent, after, may_be_none=True)
+
+    def choose(catalog: Catalog) -> CheckpointId | None:
+        limit = space_of(options.rules(catalog.keep))
+        if limit is not None and tier is not None:
+            raise UsageError(
+                f"{journal.url}: {limit.rule}: not with remote=: a checkpoint stays here until the remote has it, "
+                "however slow that is; limit the time with lag_bytes="
+            )
+        return chooser(catalog)
+
     with _end_term_on_error() as begun, WarningsLast():
-        term, info = _begin(journal, _parent_chooser(parent, after, anything=True), about, opener)
+        term, info = _begin(journal, choose, about, opener)
         begun.append(term)
-        _note_rules(term, options.keep)
+        _note_rules(term, options)
         own = term.journal
         own.backend.keep_reserve()
         _warn(term, asked=parent is not None)
@@ -126,10 +143,11 @@ def _end_term_on_error() -> Iterator[list[Term]]:
         raise
 
 
-def _note_rules(term: Term, keep: Sequence[str] | None) -> None:
+def _note_rules(term: Term, options: WriterOptions) -> None:
     """Set the store's retention rules, if they differ from the present ones."""
-    if keep is not None and tuple(keep) != term.catalog.keep:
-        term.commit(CommitRecord(term.number, keep=tuple(keep)))
+    rules = options.rules(term.catalog.keep)
+    if rules != term.catalog.keep:
+        term.commit(CommitRecord(term.number, keep=rules))
 
 
 class TermOpener:
@@ -145,7 +163,7 @@ class TermOpener:
         self._about = _about_this_process(options.diffs, options.max_in_flight) | {"ranks": ranks}
         if environment is not None:
             self._about["environment"] = dict(environment)
-        self._keep = options.keep
+        self._options: WriterOptions | None = options
 
     def open(
         self, journal: Journal, parent: str | int | CheckpointInfo | None, after: int | None = None
@@ -160,24 +178,33 @@ class TermOpener:
             as `open_writer`; `FencedError` if a newer term than `after` exists.
         """
         about = {**self._about, "asked": parent is not None}
+        chooser, options = _parent_chooser(parent, after, may_be_none=after is None), self._options
+
+        def choose(catalog: Catalog) -> CheckpointId | None:
+            limit = space_of(catalog.keep if options is None else options.rules(catalog.keep))
+            if limit is not None:
+                raise UsageError(f"{journal.url}: {limit.rule}: {_NO_SPACE_OF_RANKS}")
+            return chooser(catalog)
+
         with _end_term_on_error() as begun, WarningsLast():
-            term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), about)
+            term, info = _begin(journal, choose, about)
             begun.append(term)
-            _note_rules(term, self._keep)
-            self._keep = None  # a later rollback keeps the rules that are set by then
+            if options is not None:
+                _note_rules(term, options)
+            self._options = None  # a later rollback keeps the rules that are set by then
             term.journal.backend.keep_reserve()
             _warn(term, asked=parent is not None)
         return term, info
 
 
 def _parent_chooser(
-    parent: str | int | CheckpointInfo | None, after: int | None = None, *, anything: bool = False
+    parent: str | int | CheckpointInfo | None, after: int | None = None, *, may_be_none: bool = False
 ) -> Callable[[Catalog], CheckpointId | None]:
     """A function that looks the parent up in the catalog on which the OPEN is built: it must be live there.
 
     Args:
         after: the term that must be the newest there; None: any term.
-        anything: ``latest`` means no parent if there is no checkpoint; if False, that is an error.
+        may_be_none: ``latest`` means no parent if there is no checkpoint; if False, that is an error.
     """
 
     def choose(catalog: Catalog) -> CheckpointId | None:
@@ -192,7 +219,7 @@ def _parent_chooser(
                 raise CheckpointNotFoundError(f"{parent.ref} is another checkpoint now: the store was replaced")
             return found.id
         wanted = refs.parsed(catalog, parent)
-        if wanted.is_latest and anything:
+        if wanted.is_latest and may_be_none:
             latest = catalog.latest()
             return None if latest is None else latest.id
         return refs.resolve(catalog, wanted).id
@@ -241,7 +268,7 @@ def _openings_between(catalog: Catalog, parent: CheckpointId, term: int) -> list
 
 
 def _warn_of_fresh_start(term: Term) -> None:
-    """Warn if the term begins from nothing, though the caller did not ask for that and the store has checkpoints."""
+    """Warn if the term starts from scratch, though the caller did not ask for that and the store has checkpoints."""
     if not term.catalog.checkpoints:
         return
     before = term.catalog.terms.get(term.number - 1)
@@ -249,7 +276,7 @@ def _warn_of_fresh_start(term: Term) -> None:
         return  # that term gave the warning, if there was a reason
     newest = ref_of(max(term.catalog.checkpoints))
     warn(
-        f"{term.journal.url}: term {term.number} begins from nothing, because the term before it does and holds no "
+        f"{term.journal.url}: term {term.number} starts from scratch, as the previous term did, which holds no "
         f"checkpoint; the newest of earlier terms is {newest}: to continue from it close this writer, and open one "
         f"with parent={newest!r}",
         FreshStartWarning,
@@ -257,7 +284,7 @@ def _warn_of_fresh_start(term: Term) -> None:
 
 
 def _warn_of_lost_beginning(term: Term) -> None:
-    """Warn if the last run also began from nothing, and was killed before its first checkpoint."""
+    """Warn if the last run also started from scratch, and was killed before its first checkpoint."""
     number = max((one.term for one in _trainings(term.catalog) if one.term < term.number), default=None)
     if number is not None and (before := term.catalog.terms[number]).parent is None:
         _warn_of_lost_term(term.catalog, before, None)
@@ -285,14 +312,14 @@ def _warn_of_lost_term(catalog: Catalog, before: TermEntry, parent: CheckpointId
     """Warn that a killed term has left no checkpoint, if steps may have waited for a batch in it.
 
     Args:
-        parent: the checkpoint that it and this term continue from; None: both begin from nothing.
+        parent: the checkpoint that it and this term continue from; None: both start from scratch.
     """
     if "batch" not in before.writer or before.extra.get(CLOSED):
         return
     if catalog.checkpoints.highest(before.term) is not None:
         return  # going back on purpose
     steps = "" if parent is None else f" ({parent.step + 1} and following)"
-    what = "begins from nothing" if parent is None else f"continues from {parent.ref}"
+    what = "starts from scratch" if parent is None else f"continues from {parent.ref}"
     warn(
         f"term {before.term} ended without closing, before its first checkpoint was durable: no step that it computed"
         f"{steps} is in the store; training {what}",

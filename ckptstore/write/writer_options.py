@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ckptstore.errors import UsageError
 from ckptstore.formats.history.retention_rules import checked
+from ckptstore.formats.history.space_limits import LEAST_STATES, SpaceLimit, is_space, space_limit
 from ckptstore.host import interpreter_exit
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
@@ -42,6 +43,8 @@ class WriterOptions:
             its turn has come.
         on_metrics: called for each save; see `SaveMetrics`.
         keep: the new retention rules of the store; None: they stay as they are.
+        space: the rule that limits the space of the store's checkpoints, added to `keep` or to the present rules: a
+            number of bytes, ``4GB``, or ``3 states``. None: as the rules say.
     """
 
     staging_bytes: int = DEFAULT_BUDGET
@@ -53,6 +56,7 @@ class WriterOptions:
     memory: int | None = None
     on_metrics: OnMetrics | None = None
     keep: Sequence[str] | None = None
+    space: int | str | None = None
 
     @property
     def plain(self) -> bool:
@@ -78,8 +82,31 @@ class WriterOptions:
         if self.on_metrics is not None and not callable(self.on_metrics):
             raise UsageError(f"on_metrics: {self.on_metrics!r}; it takes a function of one SaveMetrics")
         if self.keep is not None:
-            object.__setattr__(self, "keep", checked(self.keep))
+            object.__setattr__(self, "keep", self.rules(self.keep) if self.space is not None else checked(self.keep))
+        elif self.space is not None:
+            self._limit()
         object.__setattr__(self, "poll_seconds", seconds("poll_seconds", self.poll_seconds, above=True))
+
+    def rules(self, present: Sequence[str]) -> tuple[str, ...]:
+        """The rules of the store from now on, if `present` are its rules.
+
+        Raises:
+            UsageError: `space` alone limits the space, and no rule says what stays.
+        """
+        if self.space is None:
+            return tuple(present if self.keep is None else self.keep)
+        rules = self.keep if self.keep is not None else present
+        return checked([*(rule for rule in rules if not is_space(str(rule))), self._limit().rule])
+
+    def _limit(self) -> SpaceLimit:
+        space = self.space
+        found = None if isinstance(space, bool) or not isinstance(space, int | str) else space_limit(str(space))
+        if found is None:
+            raise UsageError(
+                f"space: {space!r:.80}; pass bytes (4_000_000_000 or '4GB'), or a number of states from "
+                f"{LEAST_STATES} on ('{LEAST_STATES} states'): one stays durable while the next is written"
+            )
+        return found
 
     def _check_memory_options(self) -> None:
         if self.deltas is not None and self.diffs is not None:

@@ -5,6 +5,7 @@ This is the caller's side, for any thread; the work of the committer's thread is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from ckptstore.errors import WriterClosedError, WriterError
 from ckptstore.formats.history.records import CheckpointId
 from ckptstore.formats.history.retention_forecast import Chains
+from ckptstore.formats.history.space_limits import space_of
 from ckptstore.formats.segment_files.segment import SegmentDoc
 from ckptstore.host import interpreter_exit, sigterm
 from ckptstore.host.background_threads import Periodic
@@ -33,7 +35,7 @@ from ckptstore.write.committer import Committer
 from ckptstore.write.deltas import Deltas
 from ckptstore.write.full_saves import FullSaves
 from ckptstore.write.policy.order_policy import OrderPolicy
-from ckptstore.write.retainer import short_of_space
+from ckptstore.write.retainer import short_of_space, tight
 from ckptstore.write.save_path import SavePath
 from ckptstore.write.saves.in_flight import Places
 from ckptstore.write.saves.ledger import Failures, Saves, check_owner
@@ -89,8 +91,11 @@ class WriterRuntime(Writer):
         self._awake = False
         self._explaining = Explaining(wanted=options.diffs is not None)
         self._committer = self._serve(term, parent)
+        self._backend.limit_space(self._limit, self._retire_for_space)
+        self._bound = self._backend.bound
         # One thread commits, and writes deltas and step diffs: a term's log has one author, and order needs no lock.
         self._thread = started_pool(1, "ckptstore-commit")
+        self._commits_in = self._thread.submit(threading.get_ident)
         self._path = self._save_path()
         if parent is not None:
             self._expect(parent.nbytes)
@@ -132,12 +137,34 @@ class WriterRuntime(Writer):
         chains = Chains(
             lambda: self._committer.log.catalog.keep,
             lambda: short_of_space(self._committer.log.catalog, self._backend.free_bytes),
+            self._tight,
         )
         options = self._options
         policy = OrderPolicy(options.deltas, options.diffs, chains)
         return Deltas(
             options.deltas, self._backend, self._draft(term), self._snapshots, reopen, self._encoders(), policy
         )
+
+    def _limit(self, full: int) -> tuple[int, str] | None:
+        """The store's limit on space, and its rule; None: no rule limits it. See `backends.space_bound.Limit`."""
+        limit = space_of(self._committer.log.catalog.keep)
+        return None if limit is None else (limit.bytes_for(full), limit.rule)
+
+    def _retire_for_space(self) -> None:
+        """Retire what no rule keeps: a tag may have been removed since the last commit."""
+        if threading.get_ident() == self._commits_in.result():
+            self._committer.retire_rest()
+            return
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._thread.submit(self._committer.retire_rest).result()
+
+    def _tight(self) -> bool:
+        """Whether the limit on space leaves no room for a longer chain."""
+        bound = self._backend.bound
+        limit = None if bound is None else bound.nbytes()
+        if bound is None or limit is None or not bound.full:
+            return False
+        return tight(self._committer.log.catalog, limit, bound.full, self._committer.waiting_nbytes)
 
     def _encoders(self) -> int:
         """How many threads compress: payloads in progress take no more memory than the staging blocks."""
@@ -259,7 +286,7 @@ class WriterRuntime(Writer):
         assert self._polls is not None
         self._polls.stop()
 
-    # -- background work beside the saves
+    # -- background work
 
     def accompany(self, companion: Companion) -> None:
         """Attach background work until this is closed; the metrics of each save say whether it was active."""
@@ -313,6 +340,8 @@ class WriterRuntime(Writer):
         self._deltas.close()
         self._snapshots.close()
         self._background.shutdown(cancel_futures=True)
+        if self._backend.bound is self._bound:  # no other writer of this backend has set its own
+            self._backend.limit_space(None)
         self._meter.close()
         if self._tier is not None:
             self._tier.close()

@@ -53,7 +53,7 @@ NOT_ANSWERED = RequestError.exit_code
     type=SIZE,
     help="Stop turning fulls into deltas when the store is this small. Default: make it as small as possible.",
 )
-@click.option("--only", type=RANGE, help="Rewrite only these: two REFs of one term.")
+@click.option("--only", type=RANGE, help="Rewrite only these, --plain too: two REFs of one term.")
 @click.option(
     "--plain",
     multiple=True,
@@ -153,7 +153,7 @@ def _move(move: CompactMove) -> dict[str, Any]:
 _WIDE = 110
 """Columns of the table with the reasons."""
 _SHOWN = 40
-"""Maximum number of moves in the table. Of more, the first and the last are shown."""
+"""Maximum number of moves in the table. If there are more, the first and the last are shown."""
 
 
 def _print(done: CompactReport, collected: int | None, timeout: float) -> None:

@@ -57,7 +57,7 @@ def command(
 ) -> None:
     """Fetch each new checkpoint of a run that another process or machine writes.
 
-    Each checkpoint is built from the previous one, which stays in memory: only what lies between the two is fetched,
+    Each checkpoint is built from the previous one, which stays in memory: only the data between the two is fetched,
     and everything is verified. PATH is replaced when the new file is complete and durable. The next call continues
     from the checkpoint in PATH. Ctrl-C ends the command.
     """

@@ -51,7 +51,7 @@ def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_js
 
     These are segments that were dropped (by a merge, for example), and segments of earlier terms that were never
     committed. Segments that a reader has pinned stay, and so do files that are not the store's. The pin of a process
-    that has ended on this host is ignored. The command may run at any time, beside writers and readers. It exits with
+    that has ended on this host is ignored. The command may run while others write and read. It exits with
     4 if the log is damaged: a segment that the log does not name may belong to a lost record, and stays.
     """
     with progress("deleting") as advance:

@@ -308,7 +308,7 @@ def _closing(found: Lineage, term: int | None) -> Iterator[str]:
         yield f"... and {found.total - len(found.checkpoints):,} more"
     newest = found.terms[0]
     if found.checkpoints and newest.checkpoints == 0 and term is None:
-        since = f"from {newest.parent}" if newest.parent else "from nothing"
+        since = f"from {newest.parent}" if newest.parent else "from scratch"
         purpose = found.writer.purpose
         what = "; nothing saved in it yet" if purpose is None else f" by a take-over, to {printable(purpose)}"
         yield f"term {newest.term} was opened {moment(newest.time)} {since}{what}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -16,6 +17,9 @@ from ckptstore.cli.text_wrap import say
 
 if TYPE_CHECKING:
     from ckptstore import Collected, CompactReport, Pruned
+
+_ANY_SIZE: Final = 1 << 62
+"""Every store is smaller: no full is turned into a delta to make it smaller still."""
 
 
 @make_command(
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
     "--compact",
     "rewrite",
     is_flag=True,
-    help="If kept checkpoints build on retired ones, also do what ckpt compact does, with all of the store.",
+    help="If kept checkpoints build on retired ones, rewrite them, as ckpt compact does. Fulls stay fulls.",
 )
 @click.option("--gc", "collect", is_flag=True, help="Also delete the segments that nothing needs, as ckpt gc does.")
 @click.option("--dry-run", is_flag=True, help="Change nothing: show what each rule keeps, and what is retired.")
@@ -65,7 +69,10 @@ def command(
     compacted = None
     if rewrite and done.held and not dry_run:
         with progress("compacting") as advance:
-            compacted = target.compact(take_over=take_over, timeout=timeout, progress=advance)
+            # Prevents: a full that was made to be mapped (`ckpt compact --plain`), and becomes a delta again.
+            compacted = target.compact(target_bytes=_ANY_SIZE, take_over=take_over, timeout=timeout, progress=advance)
+        left = target.prune(*rules, dry_run=True)
+        done = replace(done, held=left.held, held_nbytes=left.held_nbytes)
     collected = None
     if collect:
         with progress("deleting") as advance:

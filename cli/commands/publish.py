@@ -1,4 +1,4 @@
-"""Implements ``ckpt publish``: keeps a folder or a bucket's prefix of weights in step with a run."""
+"""Implements ``ckpt publish``: keeps a folder or a bucket's prefix of weights up to date with a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LONGEST_PAUSE = 60.0
     examples=[
         "ckpt publish runs/gpt --to /shared/gpt --follow        # until Ctrl-C",
         "ckpt publish runs/gpt --to s3://bucket/serve/gpt --files base-model --sha256",
-        "ckpt publish runs/gpt --to /shared/gpt --ref tag:best --full-every 1     # whole folders alone",
+        "ckpt publish runs/gpt --to /shared/gpt --ref tag:best --full-every 1     # only fulls",
         "ckpt publish s3://bucket/gpt --to /shared/gpt --layout slime --follow --json",
     ],
 )
@@ -60,7 +60,11 @@ _LONGEST_PAUSE = 60.0
 )
 @click.option("--sha256", is_flag=True, help="Publish a SHA-256 of each tensor, besides its XXH3.")
 @click.option("--max-shard-size", type=SIZE, help="Split into files of at most this size. Default: 5GB.")
-@click.option("--follow", is_flag=True, help="Go on with each new checkpoint. Default: publish the newest, and exit.")
+@click.option(
+    "--follow",
+    is_flag=True,
+    help="Publish each new checkpoint until it is interrupted. Default: publish the newest, and exit.",
+)
 @click.option(
     "--every", type=float, default=2.0, metavar="SECONDS", help="With --follow: time between two polls. Default: 2."
 )
@@ -82,11 +86,11 @@ def command(
     timeout: float | None,
     as_json: bool,
 ) -> None:
-    """Keep a folder or a bucket's prefix of weights in step with a run.
+    """Keep a folder or a bucket's prefix of weights up to date with a run.
 
     PLACE gets a folder for each version: a full, as from_pretrained reads it, then deltas on it, with a checksum of
     each tensor. A version appears whole, by one rename or one PUT of latest.json. Old versions are removed. A killed
-    command leaves the former version; the same command continues. Ctrl-C ends it.
+    command leaves the previous version; the same command continues. Ctrl-C ends it.
     """
     with progress("publishing") as advance:
         publisher = opened(store).publish(

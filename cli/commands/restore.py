@@ -140,16 +140,16 @@ def _check_options(
     if config is not None and layout != "hf":
         raise click.UsageError("--config is for --layout hf")
     if layout is not None and (file_format is not None or select):
-        raise click.UsageError("--layout says what is written: --format and --select do not go with it")
+        raise click.UsageError("--layout says what is written: it cannot be combined with --format or --select")
     if layout not in (None, "hf") and strip is not None:
-        raise click.UsageError("--layout says what is written: --strip goes with hf only")
+        raise click.UsageError("--layout says what is written: only --layout hf can be combined with --strip")
     form = "--layout" if layout is not None else "--format dcp"
     if layout is None and file_format != "dcp":
         return
     if out == "-":
         raise click.UsageError(f"{form} needs a path: --out - cannot be combined with it")
     if force:
-        raise click.UsageError(f"{form} writes something new: --force does not go with it, remove PATH first")
+        raise click.UsageError(f"{form} replaces nothing: leave --force out, and remove PATH first")
 
 
 def _check_piped(as_json: bool, max_shard_size: int | None) -> None:

@@ -27,7 +27,7 @@ ELSEWHERE = FencedError.exit_code
     examples=[
         "ckpt sync runs/gpt s3://bucket/gpt              # once; again: what is new",
         "ckpt sync runs/gpt                              # to the remote that the store remembers",
-        "ckpt sync runs/gpt s3://bucket/gpt --follow     # from now on, beside a run that is writing",
+        "ckpt sync runs/gpt s3://bucket/gpt --follow     # from now on, while a run is writing",
         "ckpt sync runs/gpt --anew                       # somebody deleted the remote, or a part of it",
     ],
 )

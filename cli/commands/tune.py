@@ -79,9 +79,10 @@ def _wasted_time(
     as_json: bool,
     **given: float | None,
 ) -> None:
-    """Find how often to store fulls, and how many diffs to write at once, so that the least time is wasted.
+    """Find how often to store fulls, and the size of batches.
 
-    The model is LowDiff's Eq. (8); docs/tuning.md explains every term. Pass the inputs, or measure them with --from.
+    With these, a run wastes the least time. The model is LowDiff's Eq. (8); docs/tuning.md explains every term. Pass
+    the inputs, or measure them with --from.
     """
     if store is not None and paper:
         raise click.UsageError("--from and --paper are both sources of numbers; pass only one")
@@ -142,11 +143,10 @@ def _job(
     if paper:
         take("paper", asdict(TABLE_JOB))
     if measured is not None:
-        take("store", asdict(measured) | {"bandwidth": measured.write_floor})
-        if recovery == "parallel" and sources.get("replay_diff") == "store":
-            # A tree merges batches, so only their number counts: one diff counts as one batch.
-            values["merge_batch"] += values.pop("replay_diff")
-            del sources["replay_diff"]
+        found = asdict(measured) | {"bandwidth": measured.write_floor}
+        if recovery == "parallel":
+            found |= _as_one_batch(measured)
+        take("store", found)
     if "full_bytes" in values and values.get("bandwidth", 0) > 0:
         take("default", {"load_full": values["full_bytes"] / values["bandwidth"]})
     missing = [_OPTIONS[name] for name in ("full_bytes", "bandwidth", "mtbf", "iteration") if name not in values]
@@ -157,6 +157,13 @@ def _job(
         raise click.UsageError(f"missing: {', '.join(missing)} ({why})")
     take("default", {"merge_batch": 0.0, "replay_diff": 0.0, "write_latency": 0.0})
     return Job(**values, recovery=recovery), {name: sources[name] for name in _OPTIONS if name in sources}
+
+
+def _as_one_batch(measured: JobMeasurement) -> dict[str, float | None]:
+    """Return the measured times of parallel recovery: it merges batches, and one diff counts as one batch."""
+    if measured.merge_batch is None or measured.replay_diff is None:
+        return {}
+    return {"merge_batch": measured.merge_batch + measured.replay_diff, "replay_diff": None}
 
 
 _REGRET: Final = 1.1

@@ -1,4 +1,4 @@
-"""Keep a live torch module in step with a run, with ckptstore's `Follower`. All or nothing.
+"""Keep a live torch module up to date with a run, with ckptstore's `Follower`. All or nothing.
 
 The follower reads only what lies between two checkpoints, and changes the module's tensors when everything new is in
 memory and verified. Where ckptstore is not installed, use `ckpt publish` and serve_published.py.
@@ -31,7 +31,7 @@ def main() -> None:
             try:
                 found = next(follower, None)
             except (ckptstore.StorageError, ckptstore.CorruptionError) as error:
-                print("still serving the former weights because", error, flush=True)
+                print("still serving the previous weights because", error, flush=True)
                 continue
             if found is None:
                 return

@@ -1,4 +1,4 @@
-"""Keep a live torch module in step with a folder of `ckpt publish`, without ckptstore. All or nothing.
+"""Keep a live torch module up to date with a folder of `ckpt publish`, without ckptstore. All or nothing.
 
 Each new version is read, every tensor of it is verified, and only then the module's tensors change, in place. A version
 that is damaged, or that disappears while it is read, leaves the module as it was. Both layouts are understood; the

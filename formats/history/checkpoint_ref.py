@@ -101,7 +101,7 @@ def parse_range(text: str, tags: Iterable[str] = ()) -> tuple[Ref, Ref]:
     """Parse ``A..B`` into two REFs. Raises `UsageError`."""
     sides = [side.strip() for side in text.split("..")]
     if len(sides) != 2 or not all(sides):
-        raise UsageError(f"{text!r} is no range; write A..B with two REFs, as in 1000..1100 or 1000@2..latest")
+        raise UsageError(f"{text!r} is not a range; write A..B with two REFs, as in 1000..1100 or 1000@2..latest")
     return Ref.parse(sides[0], tags), Ref.parse(sides[1], tags)
 
 
@@ -144,7 +144,7 @@ def step_number(step: Any) -> int:
 def check_tag(name: object) -> None:
     """Raise `UsageError` if `name` is not a valid tag name."""
     if not isinstance(name, str) or not valid_tag(name):
-        raise UsageError(f"{name!r:.80} is no tag name: 1-128 letters, digits and _.+/-")
+        raise UsageError(f"{name!r:.80} is not a tag name: 1-128 letters, digits and _.+/-")
 
 
 def _number(ref: object) -> str:
@@ -157,7 +157,7 @@ def _number(ref: object) -> str:
 def _no_ref(ref: object, tags: Iterable[str] = ()) -> UsageError:
     from difflib import get_close_matches  # imported only for an error, so that the command starts fast
 
-    error = UsageError(f"{ref!r:.80} is no REF; use latest, STEP, STEP@TERM or tag:NAME")
+    error = UsageError(f"{ref!r:.80} is not a REF; use latest, STEP, STEP@TERM or tag:NAME")
     if isinstance(own := getattr(ref, "ref", None), str):  # a CheckpointInfo
         error.add_note(f"name a checkpoint by its ref: {own!r}")
     bare = {LATEST: LATEST, **{name: f"{_TAG}{name}" for name in tags}}

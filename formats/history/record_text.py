@@ -199,8 +199,8 @@ def _from_manifest(
     if fetch is None or size > MANIFEST_LIMIT:
         raise FormatError(f"{what}: a manifest of {size} bytes")
     if doubled := sorted(_OF_COMMITS & slot.rest().keys()):
-        # Prevents: silently ignoring members that a slot has beside its manifest.
-        raise FormatError(f"{what}: has a manifest, and beside it the member {doubled[0]!r}")
+        # Prevents: silently ignoring members that a slot has besides its manifest.
+        raise FormatError(f"{what}: has a manifest, and also the member {doubled[0]!r}")
     # Prevents: silently ignoring an invalid member of a slot because the slot has a manifest.
     term_members.check_types(slot.rest(), what)
     data = fetch(manifest_key(term, manifest), size)

@@ -7,7 +7,8 @@ for step diffs and deltas, in one process, in an agent, and on many ranks (where
 
 ``last`` and ``newer-than`` keep a checkpoint only for a while; its chain is deleted when the window moves on. But a
 chain stays stored until a full ends it, and a small medium may fill up first. If space is short, a full still fits
-and most of the stored checkpoints are retired, a chain therefore ends as soon as it is larger than a full.
+and most of the stored checkpoints are retired, a chain therefore ends as soon as it is larger than a full. Under a
+limit on space (rule ``space``) a chain ends while the fulls that release it certainly fit.
 
 Nobody can predict which checkpoints will be the best or will get a tag. What those keep stored is counted by
 `ckptstore.formats.history.commit_checks.pinned`, and compaction frees it.
@@ -40,14 +41,21 @@ def kept_for_good(rules: Sequence[str], step: int) -> bool:
 class Chains:
     """What the checkpoints of a term would keep stored although no rule keeps it. Sizes are fractions of a full."""
 
-    def __init__(self, rules: Callable[[], Sequence[str]], short: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        rules: Callable[[], Sequence[str]],
+        short: Callable[[], bool] = lambda: False,
+        tight: Callable[[], bool] = lambda: False,
+    ) -> None:
         """
         Args:
             rules: returns the present rules of the store.
             short: returns whether space is short, a full still fits, and most of the stored checkpoints are retired.
+            tight: returns whether the store's limit on space leaves no room for a longer chain.
         """
         self._rules = rules
         self._short = short
+        self._tight = tight
         self._chain: dict[int, float] = {}  # step -> size of its chain above the full
         self._kept: dict[int, float] = {}  # step -> size of what is stored only for it, including itself
 
@@ -61,6 +69,9 @@ class Chains:
         """
         # Prevents: a chain larger than a full that stays stored forever for one checkpoint.
         if kept_for_good(self._rules(), step) and self._kept.get(base, 0.0) + size > 1.0:
+            return True
+        # Prevents: a run that dies of a limit which its own chain fills, because no full fits that would end the chain.
+        if self._tight():
             return True
         # Prevents: a run that dies of a full medium that is filled with retired steps on which the newest builds.
         return self._chain.get(base, 0.0) + size > 1.0 and self._short()

@@ -18,6 +18,7 @@ from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.records import CheckpointEntry, Node
 from ckptstore.formats.history.rule_rankings import line, names
 from ckptstore.formats.history.rule_windows import RULES, CheckpointColumns, RuleWindow, ends, parts_of_best, window_of
+from ckptstore.formats.history.space_limits import is_space
 
 __all__ = ["MAX_RULES", "RetentionTracker", "checked", "known", "reasons_of", "unmatched"]
 
@@ -42,7 +43,20 @@ def checked(rules: Iterable[str]) -> tuple[str, ...]:
             raise error
     if len(found) > MAX_RULES:
         raise UsageError(f"{len(found)} retention rules, at most {MAX_RULES} are allowed")
+    _check_space(found)
     return found
+
+
+def _check_space(rules: Sequence[str]) -> None:
+    limits = [rule for rule in rules if is_space(rule)]
+    if len(limits) > 1:
+        raise UsageError(f"{' and '.join(limits)}: give one limit")
+    # Prevents: a limit, set on a store of many checkpoints, that retires all but the newest.
+    if limits and len(rules) == 1:
+        raise UsageError(
+            f"{limits[0]} limits the space, and no rule says which checkpoints stay: add one, as in "
+            f"['last:2', {limits[0]!r}]"
+        )
 
 
 def _forms() -> str:
@@ -174,7 +188,7 @@ def reasons_of(catalog: Catalog, rules: Sequence[str]) -> tuple[dict[str, list[N
     """Return (reason -> the checkpoints it keeps, ascending; the checkpoints that nothing keeps, ascending).
 
     Args:
-        rules: the result of `checked`. The reasons are these rules, ``newest`` and ``tagged``.
+        rules: the result of `checked`. The reasons are these rules without ``space``, ``newest`` and ``tagged``.
 
     Raises:
         CorruptLogError: damage hides which checkpoint is the newest.
@@ -185,7 +199,7 @@ def reasons_of(catalog: Catalog, rules: Sequence[str]) -> tuple[dict[str, list[N
         "newest": [] if found.newest is None else [found.newest.node],
         "tagged": [node for node in found.nodes if node in named] if named else [],
     }
-    for rule, window in _windows(rules).items():
+    for rule, window in _windows([rule for rule in rules if not is_space(rule)]).items():
         some = window.begin(found)
         mine = list(found.nodes) if some is None else sorted(some)
         reasons[rule] = sorted({*reasons.get(rule, ()), *mine})  # rule `tagged` is also a reason and adds nothing

@@ -19,6 +19,7 @@ from ckptstore.formats.history.columns import TIME
 from ckptstore.formats.history.members import MAX_INT
 from ckptstore.formats.history.records import CheckpointEntry, Node
 from ckptstore.formats.history.rule_rankings import line, metric_in
+from ckptstore.formats.history.space_limits import space_limit
 
 __all__ = [
     "MAX_RULE",
@@ -99,7 +100,7 @@ class RuleWindow(ABC):
 
 
 class _Highest(RuleWindow):
-    """``last:N`` and the ranking of ``best:NAME:N``: the N highest of the line. Of equal ones the newer is kept."""
+    """``last:N`` and the ranking of ``best:NAME:N``: the N highest of the line. If two are equal, the newer is kept."""
 
     def __init__(self, count: int, value: Callable[[int, Mapping[str, Any]], float | None]) -> None:
         """
@@ -224,8 +225,8 @@ class _Branches(RuleWindow):
         return not on_line
 
 
-class _Tagged(RuleWindow):
-    """Tagged checkpoints are always kept: this rule only states it."""
+class _Nothing(RuleWindow):
+    """``tagged`` only states what is always true, and ``space`` bounds what is stored: they keep nothing."""
 
     def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:  # noqa: ARG002
         return ()
@@ -247,6 +248,10 @@ def _every(rest: str) -> RuleWindow | None:
 def _newer_than(rest: str) -> RuleWindow | None:
     seconds = _seconds(rest)
     return None if seconds is None else _NewerThan(seconds)
+
+
+def _space(rest: str) -> RuleWindow | None:
+    return None if space_limit(rest) is None else _Nothing()
 
 
 def _best(rest: str) -> RuleWindow | None:
@@ -307,8 +312,9 @@ RULES: Final[Mapping[str, RuleKind]] = MappingProxyType(
         "every": RuleKind("every:N", _every, "never"),
         "best": RuleKind("best:METRIC:N (or best:METRIC:N:max)", _best, "better"),
         "newer-than": RuleKind("newer-than:7d (s, m, h, d, w)", _newer_than, "newer"),
-        "tagged": RuleKind("tagged", lambda _: _Tagged(), "never"),
+        "tagged": RuleKind("tagged", lambda _: _Nothing(), "never"),
         "branches": RuleKind("branches", lambda _: _Branches(), "never"),
+        "space": RuleKind("space:4GB (or space:3states)", _space, "never"),
     }
 )
 """Every kind of rule, by the name before its colon. A row here is all that a new kind needs in engine and command."""

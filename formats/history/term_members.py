@@ -14,16 +14,16 @@ from ckptstore.formats.history.members import natural
 __all__ = ["CLOSED", "HIGHEST", "LACKS", "REACHED", "REMOTE", "check_types"]
 
 CLOSED: Final = "closed"
-"""Of a COMMIT: the term has ended, and nothing that its writer was given is missing."""
+"""In a COMMIT: the term has ended, and nothing that its writer was given is missing."""
 HIGHEST: Final = "highest"
-"""Of a COMMIT: the highest step that its term promised earlier, if the COMMIT adds a step below that. It shows that a
+"""In a COMMIT: the highest step that its term promised earlier, if the COMMIT adds a step below that. It shows that a
 COMMIT in a lost or damaged slot had a higher step."""
 LACKS: Final = "lacks"
-"""Of a COMMIT in a second tier or copy: the lowest step of the term that was left out there."""
+"""In a COMMIT of a second tier or copy: the lowest step of the term that was left out there."""
 REACHED: Final = "reached"
-"""Of an OPEN: the highest step that the previous term promised there, even if it is retired by now."""
+"""In an OPEN: the highest step that the previous term promised there, even if it is retired by now."""
 REMOTE: Final = "remote"
-"""Of an OPEN: the URL of the store's second tier. Each OPEN repeats the URL of the previous one."""
+"""In an OPEN: the URL of the store's second tier. Each OPEN repeats the URL of the previous one."""
 
 _Check = Callable[[Any], bool]
 _TYPES: Final[Mapping[str, tuple[_Check, str]]] = {

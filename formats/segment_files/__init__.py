@@ -1,4 +1,4 @@
-"""Segments: safetensors files that describe themselves, and how tensors lie in them (SPEC.md 5).
+"""Segments: safetensors files that describe themselves, and how tensors are placed in them (SPEC.md 5).
 
 Imports `history`, `optim` and modules of `formats`.
 """

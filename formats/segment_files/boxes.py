@@ -1,4 +1,4 @@
-"""Boxes of an array: where shards lie in a tensor, whether they cover it, and how to copy bytes from one to another.
+"""Boxes of an array: where shards are in a tensor, whether they cover it, and how to copy bytes from one to another.
 
 All boxes in one call use the coordinates of the whole tensor. Images are C-contiguous bytes, so elements are counted in
 C order.
@@ -48,7 +48,7 @@ class Box:
         return f"[{', '.join(f'{start}:{end}' for start, end in zip(self.offset, self.end, strict=True))}]"
 
     def inside(self, shape: Sequence[int]) -> bool:
-        """Whether the box lies inside an array of `shape`."""
+        """Whether the box is inside an array of `shape`."""
         return len(self.shape) == len(shape) and all(
             start >= 0 and length >= 0 and start + length <= limit
             for start, length, limit in zip(self.offset, self.shape, shape, strict=True)
@@ -148,7 +148,7 @@ def overlapping(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def gap(shape: Sequence[int], boxes: Sequence[Box]) -> Box | None:
-    """Return some elements of an array that no box covers, or None. The boxes lie inside it and do not overlap."""
+    """Return some elements of an array that no box covers, or None. The boxes are inside it and do not overlap."""
     if sum(box.size for box in boxes) == math.prod(shape):
         return None
     offset: list[int] = []

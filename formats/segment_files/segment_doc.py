@@ -128,8 +128,8 @@ class SegmentDoc:
         segment: the segment's own uuid (32 hex digits).
         encodings: step -> its description, for each step in the segment, ascending. The plain form has exactly one.
         generation: how often the file was reused, on media that recycle files; 0 for a new file.
-        parents: term -> the checkpoint that the term continues from (None: from nothing). It covers the segment's own
-            term and those of its checkpoints, as far as the writer knew them.
+        parents: term -> the checkpoint that the term continues from (None: it starts from scratch). It covers the
+            segment's own term and those of its checkpoints, as far as the writer knew them.
         trees: step -> its typed JSON tree; empty in all but one segment of a checkpoint.
         tensors: step -> its tensors by name, in file order. Every one of `steps` is a key.
         incompat: features that a reader must know to read the segment.

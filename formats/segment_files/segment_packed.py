@@ -1,7 +1,7 @@
 """The packed form of a segment: encoded chunks in tensor ``ckptstore/payload``, their index in ``ckptstore/index``.
 
 No entry of the header pretends to be a tensor of the user. The header of a sparse diff stays smaller than its data: the
-index consists of columns (`segment_index`), is compressed, and lies *behind* the payload, because it is known last. The
+index consists of columns (`segment_index`), is compressed, and comes *after* the payload, because it is known last. The
 header only identifies the segment and says where its index is, so the header's size is bounded before encoding starts.
 """
 
@@ -65,7 +65,7 @@ def encode_packed(doc: SegmentDoc, payload: int, header_size: int) -> tuple[byte
     """Return the header and the stored index of a packed segment. The index follows the payload and ends the file.
 
     Args:
-        doc: the document, with tensors whose chunks lie in the payload. `doc.extra` is stored in the index.
+        doc: the document, with tensors whose chunks are in the payload. `doc.extra` is stored in the index.
         payload: bytes of encoded chunks.
         header_size: the result of `plan_packed`, which is also the offset of the payload.
 

@@ -169,7 +169,7 @@ def _planned_header(specs: Sequence[TensorSpec], doc: SegmentDoc) -> PlannedHead
 
 
 def _within(text: bytes) -> bytes:
-    """Return the text as it stands within a JSON string."""
+    """Return the text as it is written within a JSON string."""
     return jsontext.dumps(text.decode("ascii"))[1:-1]
 
 

@@ -192,7 +192,7 @@ def of_rank(tree: Any, rank: int | None) -> Any:
             (`tree_union.union_of`), whatever the order of their keys. Where values differ, it has the first rank's.
 
     Raises:
-        FormatError: an invalid ``$ranks``; one inside another; or a rank lacks something that is no member of a dict.
+        FormatError: an invalid ``$ranks``; one inside another; or a rank lacks something other than a member of a dict.
         ValueError: `rank` is negative.
     """
     if rank is not None and rank < 0:

@@ -116,7 +116,7 @@ _type: Final = type  # `register` has an argument of this name
 
 
 def forget(known: type) -> None:
-    """Undo `register`. Of a class that is not registered: nothing."""
+    """Undo `register`. Does nothing for a class that is not registered."""
     global _types, _names  # see `register`
     with _changing:
         _types = MappingProxyType({one: found for one, found in _types.items() if one is not known})
@@ -163,7 +163,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 def _dataclass(known: type, parts: Any) -> Any:
     if not isinstance(parts, dict):
-        raise FormatError(f"{_path(known)}: the stored fields are no dict")
+        raise FormatError(f"{_path(known)}: the stored fields are not a dict")
     fields = {field.name: field for field in dataclasses.fields(known)}
     # Prevents: a field of an older class that is silently lost.
     if unknown := [name for name in parts if name not in fields]:

@@ -19,7 +19,7 @@ __all__ = ["JoinedSource", "PlacedArray", "Shard", "Shards", "place_within"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A part of a larger tensor, which stands in a state in place of that tensor.
+    """A part of a larger tensor, which is in a state in place of that tensor.
 
     The ranks of a `RankWriter` give the parts that they have; together they must be the whole tensor. In ``into=`` of
     `Store.load` the part is filled in place. Ranks that have the same part are replicas of each other.

@@ -234,7 +234,7 @@ def _take_array(value: Any) -> Parts | None:
 
 
 def _take_generator(value: np.random.Generator) -> Parts:
-    # What a SeedSequence would spawn next is no part of it.
+    # What a SeedSequence would spawn next is not part of it.
     return Parts("np.generator", _bits(value.bit_generator.state))
 
 

@@ -375,7 +375,7 @@ def select(tree: Any, names: set[str]) -> Any:
     """Return the tree without the tensors that are not in `names`.
 
     Their keys and list positions are removed. Containers, even empty ones, and values stay. An object that is made of
-    tensors is removed with the last of them; if only some are left, its parts stand in its place. A tree that is a
+    tensors is removed with the last of them; if only some are left, its parts take its place. A tree that is a
     single unselected tensor becomes null.
 
     Raises:

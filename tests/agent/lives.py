@@ -94,7 +94,7 @@ def started(script: str, *arguments: object) -> Iterator[tuple[Script, str]]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process exists, and is no zombie."""
+    """Whether a process exists, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -153,7 +153,7 @@ def test_a_save_waits_until_the_one_before_is_durable_on_all_ranks(
 def test_the_trainers_are_killed_and_what_all_ranks_had_given_is_written(
     tmp_path: Path, runtime: Path, last: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    """A step that one rank has not handed over is no checkpoint, and delays no rank; the run continues from the step
+    """A step that one rank has not handed over is not a checkpoint, and delays no rank; the run continues from the step
     that all agents keep."""
     url, path = tmp_path / "store", tmp_path / "trainers"
     killed_once_delivered(url, path, last, options)
@@ -289,7 +289,7 @@ def test_the_wait_for_the_others_has_one_bound_that_is_shortened(tmp_path: Path)
 
 
 def test_a_refused_step_is_not_continued(tmp_path: Path, runtime: Path) -> None:
-    """All ranks have kept the same step, and it is no checkpoint: replicas differed in it."""
+    """All ranks have kept the same step, and it is not a checkpoint: replicas differed in it."""
     url, path = tmp_path / "store", tmp_path / "trainers"
     trainers = [trainer(url, path, rank, 3, json.dumps({"apart": 3})) for rank in range(2)]
     for process in trainers:
@@ -500,7 +500,7 @@ def test_a_rank_gets_an_error_at_once_if_another_did_not_come(
     told = as_ranks(2, work, box)
     assert isinstance(told[0], MissingRankError)
     assert isinstance(told[1], FailedRankError), told[1]
-    assert "rank 2 of 3 did not come within 600 s" in str(told[1])
+    assert "rank 2 of 3 did not join within 600 s" in str(told[1])
     assert agents(runtime) == []
 
 

@@ -203,7 +203,7 @@ BAD_STEPS: dict[str, dict[str, Any]] = {  # in place of step 3 after step 2
     "entries of a row without a gradient": {"calls": call(moved=[1], sparse=[[0, 0]])},
     "more entries than fit": {"calls": call(sparse=[[0, SIDE * SIDE // 2 + 1]])},
     "a negative count of entries": {"calls": call(sparse=[[0, -1]])},
-    "entries that are no positions": {"calls": call(sparse=[[0, 2]])},
+    "entries that are not positions": {"calls": call(sparse=[[0, 2]])},
     "whole that is a number": {"whole": 7},
     "whole of an unknown buffer": {"whole": [[99, [[0, 0]]]]},
     "whole of a buffer that is a text": {"whole": [["0", [[0, 0]]]]},

@@ -218,7 +218,7 @@ def test_layers_are_copied_into_the_agents_memory(tmp_path: Path) -> None:
         begun_save.ready("first")
         begun_save.wait("first")
         for call in (writer.wait, lambda: writer.tag("x"), lambda: writer.save(state, 2)):
-            with pytest.raises(UsageError, match="step 1 is not over: finish or abandon it"):
+            with pytest.raises(UsageError, match="step 1 has not ended: finish or abandon it"):
                 call()
         state["a"] += 1  # the layer may change
         pending = begun_save.finish({**state, "n": 2})

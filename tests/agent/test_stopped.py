@@ -417,7 +417,7 @@ def test_an_agent_of_a_package_in_an_archive_is_refused_with_what_to_do(tmp_path
         [sys.executable, "-P", "-c", script, tmp_path / "s"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert f"{archive}/ckptstore/agent/startup.py is no file" in done.stderr
+    assert f"{archive}/ckptstore/agent/startup.py is not a file" in done.stderr
     assert "install ckptstore, or unpack the archive, or save without an agent" in done.stderr
 
 

@@ -157,7 +157,7 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("create", [True, False, None])
 @pytest.mark.parametrize("path", ["a\0b", "file:///a%00b", "run/\ud800"])
 def test_an_invalid_path_is_a_usage_error(path: str, create: bool | None) -> None:
-    with pytest.raises(UsageError, match="is no path"):
+    with pytest.raises(UsageError, match="is not a path"):
         open_store(path, create=create)
 
 

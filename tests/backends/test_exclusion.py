@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 
 STATE = {"weight": np.arange(10.0)}
 
 
 def test_a_child_that_was_forked_meanwhile_keeps_nobody_out(tmp_path: Path) -> None:
     backend = ckptstore.open(tmp_path / "run", create=True).backend
-    with alone(backend) as mine:
+    with exclusive_access(backend) as mine:
         assert mine
         child = os.fork()
         if not child:
@@ -33,7 +33,7 @@ def test_a_child_that_was_forked_meanwhile_keeps_nobody_out(tmp_path: Path) -> N
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another process would get it
         finally:
             os.close(handle)
-        with alone(backend, lambda: False) as mine:
+        with exclusive_access(backend, lambda: False) as mine:
             assert mine
     finally:
         os.kill(child, signal.SIGKILL)
@@ -42,10 +42,10 @@ def test_a_child_that_was_forked_meanwhile_keeps_nobody_out(tmp_path: Path) -> N
 
 def test_a_child_has_no_lock_of_its_parent(tmp_path: Path) -> None:
     backend = ckptstore.open(tmp_path / "run", create=True).backend
-    with alone(backend):
+    with exclusive_access(backend):
         child = os.fork()
         if not child:
-            with alone(backend, lambda: False) as mine:  # the parent still has it
+            with exclusive_access(backend, lambda: False) as mine:  # the parent still has it
                 os._exit(0 if not mine else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -53,9 +53,9 @@ def test_a_child_has_no_lock_of_its_parent(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys, time
 import ckptstore
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 
-with alone(ckptstore.open(sys.argv[1]).backend):
+with exclusive_access(ckptstore.open(sys.argv[1]).backend):
     child = os.fork()
     if not child:
         time.sleep(300)
@@ -75,7 +75,7 @@ def test_a_process_that_was_killed_leaves_no_lock_to_its_child(tmp_path: Path) -
             assert process.wait(200) == -signal.SIGKILL
             os.kill(child, 0)  # it lives
             end = time.monotonic() + 100
-            with alone(ckptstore.open(tmp_path / "run").backend, lambda: time.monotonic() < end) as mine:
+            with exclusive_access(ckptstore.open(tmp_path / "run").backend, lambda: time.monotonic() < end) as mine:
                 assert mine
         finally:
             os.kill(child, signal.SIGKILL)
@@ -83,7 +83,7 @@ def test_a_process_that_was_killed_leaves_no_lock_to_its_child(tmp_path: Path) -
 
 @pytest.mark.parametrize("which", ["here", "there"])
 def test_a_closed_writer_reports_undrained_steps(tmp_path: Path, which: str) -> None:
-    """If a closed writer brought nothing because another process is at work there, it must not report that all was
+    """If a closed writer brought nothing because another process has locked it, it must not report that all was
     brought."""
     store = ckptstore.open(tmp_path / "here", remote=str(tmp_path / "there"))
     writer = store.writer(poll_seconds=None)
@@ -92,7 +92,7 @@ def test_a_closed_writer_reports_undrained_steps(tmp_path: Path, which: str) -> 
     fcntl.flock(other, fcntl.LOCK_EX)
     try:
         writer.save(STATE, 2)
-        with pytest.warns(UserWarning, match="another process is at work there.*the next writer drains it"):
+        with pytest.warns(UserWarning, match="another process has locked it.*the next writer drains it"):
             writer.close()
     finally:
         os.close(other)

@@ -261,7 +261,7 @@ def test_a_failed_sync_is_reported_and_never_repeated_for_a_folder(nth: int) -> 
     assert caught.value.errno == errno.EIO
     syncs = posix.calls["fsync"]
     if nth == 3:
-        backend.create("log/1", b"y")  # a new temporary is no repetition
+        backend.create("log/1", b"y")  # a new temporary is not a repetition
         return
     for _ in range(2):
         with pytest.raises(StorageError):

@@ -19,7 +19,7 @@ def test_two_saves_do_not_claim_the_same_space() -> None:
         assert not sharing.claim(6, lambda: 10)
         sharing.allocated(first, 6)  # type: ignore[arg-type]
         assert sharing.claim(4, lambda: 4)
-    assert sharing.claim(0, lambda: 4), "somebody who is no save claims nothing"
+    assert sharing.claim(0, lambda: 4), "a thread without a save claims nothing"
     assert not sharing.claim(1, lambda: 4)
     second.end()
     assert sharing.claim(1, lambda: 4)

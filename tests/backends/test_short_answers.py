@@ -1,6 +1,6 @@
 """A body that is cut short, with a length that shows it: requested again, and never treated as damage or as the end.
 
-The server's ETags are no MD5s here, as under SSE-KMS and outside of S3, so only the length shows the cut.
+The server's ETags are not MD5s here, as under SSE-KMS and outside of S3, so only the length shows the cut.
 """
 
 from __future__ import annotations

@@ -505,7 +505,7 @@ def test_several_threads_that_find_no_space_collect_once() -> None:
         return 10 if len(calls) == 1 else 0
 
     assert not room.make(), "nobody said how"
-    room.reclaim = reclaim
+    room.reclaiming.reclaim = reclaim
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(room.make)
         assert entered.wait(30)

@@ -73,7 +73,7 @@ def test_a_store_that_is_named_is_taken(ckpt: Run, there: Path, tmp_path: Path) 
     assert "5@1" in ckpt("log", other).out
     assert "checkpoint 5@1" in ckpt("inspect", other, "5").out
     assert "checkpoint 5@1" in ckpt("inspect", other).out
-    assert ckpt("tag", "best", "5").code == 3  # NAME is no REF: this is a missing store
+    assert ckpt("tag", "best", "5").code == 3  # NAME is not a REF: this is a missing store
     assert ckpt("inspect", "5", "5").code == 2
 
 

@@ -129,7 +129,7 @@ def test_usage(ckpt: Run, tmp_path: Path) -> None:
     assert ckpt("import", store, one, two, "--step", "3").code == 2
     assert ckpt("import", store, tmp_path / "nothing.pt").code == 2
     assert ckpt("import", store, tmp_path).code == 2
-    (tmp_path / "junk.pt").write_bytes(b"this is no checkpoint at all")
+    (tmp_path / "junk.pt").write_bytes(b"this is not a checkpoint at all")
     assert ckpt("import", store, tmp_path / "junk.pt").code == 5
     alone = ckpt("import", tmp_path / "alone", write(tmp_path / "d" / "ckpt.safetensors", 3))
     assert (alone.code, "its name contains no step, so it is 0@1; set the step with --step N" in alone.err) == (0, True)

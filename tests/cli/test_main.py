@@ -322,7 +322,7 @@ for line in eval(sys.argv.pop()):
     assert b"one bar per power of two" in bars
     arrow = b"\\u2192" if encoding != "ascii" else "→".encode()
     assert nothing == b""
-    assert err[4].startswith(b"error: '5" + arrow + b"' is no REF")
+    assert err[4].startswith(b"error: '5" + arrow + b"' is not a REF")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -153,7 +153,7 @@ def test_nobody_answers(ckpt: Run, chain: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["1"], 2, "'1' is no range; write A..B"),
+        (["1"], 2, "'1' is not a range; write A..B"),
         (["1..2"], 2, "nothing to merge"),
         (["5..2"], 2, "write 2..5"),
         (["1..77"], 3, "no checkpoint of step 77"),

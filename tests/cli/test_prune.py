@@ -89,8 +89,19 @@ def test_what_later_checkpoints_build_on_is_freed_too(ckpt: Run, chain: Path) ->
     assert "\ncompacted" not in ckpt("prune", chain, *rule, "--compact").out  # nothing is held any more
 
 
+def test_a_full_to_map_stays_one(ckpt: Run, chain: Path) -> None:
+    """The kept checkpoints that build on retired ones are rewritten, and nothing else."""
+    store = ckptstore.open(chain)
+    store.compact(plain=[12], take_over=True)
+    (file,) = store.file_of(12)
+    rules = ["--keep", "every:4", "--take-over", "--compact"]
+    assert ckpt("prune", chain, *rules, "--json").json["compact"]["made"] > 0
+    assert store.file_of(12) == [file]
+
+
 def test_compaction_is_told(ckpt: Run, chain: Path) -> None:
     told = ckpt("prune", chain, "--keep", "last:1", "--take-over", "--compact")
+    assert "still stored" not in told.out  # nothing is, after the compaction
     assert re.search(r"^compacted, \d+ moves?: [\d.]+ KiB -> [\d.]+ KiB, slowest restore", told.out, re.MULTILINE)
     assert "`ckpt compact" not in told.err
 

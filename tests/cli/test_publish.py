@@ -118,7 +118,7 @@ def test_it_goes_on_until_a_signal_comes(tmp_path: Path, number: int, code: int)
 
 
 def test_sigterm_while_a_version_is_written(tmp_path: Path) -> None:
-    """What was written is removed; the former version stays."""
+    """What was written is removed; the previous version stays."""
     store, to = ckptstore.open(tmp_path / "run"), tmp_path / "published"
     big = {"model": {f"w{n}": np.full(1_000_000, n, np.float32) for n in range(40)}}
     with store.writer(poll_seconds=None) as writer:

@@ -93,12 +93,12 @@ def test_the_writer_is_gone_and_nobody_waits(ckpt: Run, run: Path, arguments: tu
 
 def test_mistakes(ckpt: Run, run: Path) -> None:
     for arguments, code, why in (
-        (("no tag", "1"), 2, "is no tag name"),
+        (("no tag", "1"), 2, "is not a tag name"),
         (("x", "99"), 3, "no checkpoint of step 99"),
         (("nothing", "--delete"), 3, "no tag 'nothing'"),
         (("--delete",), 2, "pass the name of the tag"),
         (("best", "1", "--delete"), 2, "omit REF"),
-        (("best", "soon"), 2, "is no REF"),
+        (("best", "soon"), 2, "is not a REF"),
         (("29@1", "best"), 3, "29@1"),
     ):
         outcome = ckpt("tag", run, *arguments, "--take-over")
@@ -110,13 +110,13 @@ def test_mistakes(ckpt: Run, run: Path) -> None:
 def test_no_tag_reads_like_another_ref(ckpt: Run, run: Path, name: str) -> None:
     outcome = ckpt("tag", run, name, "5", "--take-over")
     assert outcome.code == 2
-    assert "is no tag name" in outcome.err
+    assert "is not a tag name" in outcome.err
     store = ckptstore.open(run)
     with store.writer(poll_seconds=None) as writer:
-        with pytest.raises(ckptstore.UsageError, match="is no tag name"):
+        with pytest.raises(ckptstore.UsageError, match="is not a tag name"):
             writer.tag(name, 5)
-        with pytest.raises(ckptstore.UsageError, match="is no tag name"):
+        with pytest.raises(ckptstore.UsageError, match="is not a tag name"):
             writer.save({"x": 1}, 6, tags=name)
-    with pytest.raises(ckptstore.UsageError, match="is no tag name"):
+    with pytest.raises(ckptstore.UsageError, match="is not a tag name"):
         store.untag(name + "\n")
     assert set(store.tags()) == {"best"}

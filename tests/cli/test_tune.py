@@ -144,6 +144,10 @@ def test_from_a_store_with_parallel_recovery(ckpt: Run, trained: Path) -> None:
     measured = found["measured"]
     assert found["job"]["merge_batch"] == pytest.approx(measured["merge_batch"] + measured["replay_diff"])
     assert found["job"]["replay_diff"] == 0
+    given = ["--merge-time", "80ms", "--recovery", "parallel", "--json"]
+    found = ckpt("tune", "wasted-time", "--from", trained, "--mtbf", "1h", *given).json
+    assert found["job"]["merge_batch"] == 0.08, "as given, without the time that the store takes to replay a diff"
+    assert found["sources"]["merge_batch"] == "given"
 
 
 def test_from_a_store_without_diffs(ckpt: Run, pristine: Path) -> None:
@@ -181,9 +185,9 @@ def test_a_plot(ckpt: Run, tmp_path: Path) -> None:
     [
         (["--mtbf", "1h"], "missing: --full-bytes, --bandwidth, --iteration-time, --merge-time or --replay-time"),
         (["--paper", "--from", "x"], "--from and --paper"),
-        (["--paper", "--mtbf", "5"], "'5' is no time: write 500ms"),
+        (["--paper", "--mtbf", "5"], "'5' is not a time: write 500ms"),
         (["--paper", "--bandwidth", "1Gb/s"], "bits or bytes"),
-        (["--paper", "--full-bytes", "big"], "'big' is no size"),
+        (["--paper", "--full-bytes", "big"], "'big' is not a size"),
         (["--paper", "--mtbf", "0s"], "mtbf: 0, more than 0"),
         (["--paper", "--bandwidth", "0GB/s"], "bandwidth: 0, more than 0"),
         (["--paper", "--merge-time", "0s"], "applying diffs costs nothing"),

@@ -99,7 +99,7 @@ def test_a_picture(ckpt: Run, tmp_path: Path) -> None:
         (["run", "--size", "1MB"], 2, "missing: --iteration-time"),
         (["run", "--size", "1MB", "--like", "latest"], 2, "--size and --like"),
         (["run", "--like", "latest", "--iteration-time", "1s"], 2, "no store yet that it could be a REF of"),
-        (["run", "--size", "1MB", "--iteration-time", "5"], 2, "'5' is no time"),
+        (["run", "--size", "1MB", "--iteration-time", "5"], 2, "'5' is not a time"),
         (["run", "--size", "1MB", "--iteration-time", "1s", "--slowdown", "1"], 2, "slowdown"),
         (["no/run", "--size", "1MB", "--iteration-time", "1s"], 2, "does not exist"),
         (["memory://run", "--size", "1MB", "--iteration-time", "1s"], 2, "a folder of this machine"),

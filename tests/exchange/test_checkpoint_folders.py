@@ -138,7 +138,7 @@ def test_two_files_for_one_place(tmp_path: Path, extra: str, why: str | None) ->
     folder = tmp_path / "checkpoint-5"
     write_trainer_folder(folder)
     (folder / extra).write_bytes((folder / "scaler.pt").read_bytes())
-    if why is None:  # an index has priority over a file: this one is no index
+    if why is None:  # an index has priority over a file: this one is not an index
         with pytest.raises(FormatError, match=r"model\.bin\.index\.json"):
             open_checkpoint(folder, ARGUMENTS)
         return

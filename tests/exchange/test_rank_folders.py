@@ -159,7 +159,7 @@ def test_a_damaged_universal_folder(tmp_path: Path) -> None:
         imported(folder)
     universal(tmp_path / "other")
     (tmp_path / "other" / "tmp").mkdir()
-    with pytest.raises(UsageError, match=r"tmp is no part of a universal checkpoint: --leave-out tmp"):
+    with pytest.raises(UsageError, match=r"tmp is not part of a universal checkpoint: --leave-out tmp"):
         imported(tmp_path / "other")
     assert not (tmp_path / "run").exists()
 
@@ -191,7 +191,7 @@ def test_a_file_with_the_name_of_another_part(tmp_path: Path, name: str) -> None
     folder = tmp_path / "global_step7_universal"
     universal(folder)
     torch.save({"state": {"x": 1}}, folder / "zero" / f"{name}.pt")
-    with pytest.raises(UsageError, match=rf"{name}\.pt is no file of a universal checkpoint"):
+    with pytest.raises(UsageError, match=rf"{name}\.pt is not a file of a universal checkpoint"):
         imported(folder)
 
 

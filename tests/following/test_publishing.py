@@ -323,7 +323,7 @@ def test_what_makes_a_full(store: ckptstore.Store, save: Save, tmp_path: Path) -
     (newest / "manifest.json").write_bytes(b"{}")
     with store.writer(parent="latest", threads=1, poll_seconds=None) as writer:
         writer.save({"model": {**model(6), "more": torch.ones(3)}}, 6)
-    assert look(files=tmp_path / "files") == (None, "the former version is damaged or incomplete")
+    assert look(files=tmp_path / "files") == (None, "the previous version is damaged or incomplete")
     shutil.rmtree(tmp_path / "run")
     other = ckptstore.open(tmp_path / "run")
     with other.writer(threads=1, poll_seconds=None) as writer:
@@ -361,7 +361,7 @@ def test_a_base_that_was_pruned(store: ckptstore.Store, save: Save, tmp_path: Pa
         return
     assert found.base is None
     assert found.reason is not None
-    assert found.reason.startswith("the former checkpoint cannot be read: ")
+    assert found.reason.startswith("the previous checkpoint cannot be read: ")
     assert [told(pull_as_slime(root, step)) for step in wanted] == list(wanted.values())
 
 
@@ -429,12 +429,12 @@ def test_damage_at_the_place_makes_a_full(store: ckptstore.Store, save: Save, tm
     text = manifest.read_text()
     manifest.write_text(text.replace('"step":2', '"step":1'))
     save(3)
-    assert look() == "the former version is damaged or incomplete"
+    assert look() == "the previous version is damaged or incomplete"
     save(4)
     assert look() is None
     shutil.rmtree(root / "weight_v000003")
     save(5)
-    assert look() == "the former version is damaged or incomplete"
+    assert look() == "the previous version is damaged or incomplete"
     assert told(reading.read(root)[1]) == images(model(5))
 
 
@@ -528,14 +528,14 @@ def test_two_publishers_of_one_folder(store: ckptstore.Store, save: Save, tmp_pa
     root = tmp_path / "published"
     with store.publish(root) as first:
         assert first.look() is not None
-        with store.publish(root) as second, pytest.raises(WriterError, match="another publisher is at work"):
+        with store.publish(root) as second, pytest.raises(WriterError, match="another publisher is running"):
             second.look()
     with store.publish(root) as second:
         assert second.look() is None
 
 
 def test_two_publishers_of_one_bucket(save: Save, store: ckptstore.Store, s3: Server, tmp_path: Path) -> None:
-    """Without a lock, as on two machines: the one that started last goes on, the other stops."""
+    """Without a lock, as on two machines: the one that started last continues, the other stops."""
     place = Place(s3.url(), tmp_path / "copy", s3.options)
     save(1)
     with publisher(store, place, sha256=True) as first:

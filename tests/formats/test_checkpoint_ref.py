@@ -60,7 +60,7 @@ def test_only_texts_in_the_form_of_a_ref_are_parsed(text: str) -> None:
     else:
         why = ""
     # For a name that no tag may have, the command reports the name instead of taking it for a STORE.
-    assert "is no tag name" in why or bool(LIKE_A_REF.match(text.strip())) == (not why)
+    assert "is not a tag name" in why or bool(LIKE_A_REF.match(text.strip())) == (not why)
 
 
 @given(STEPS, TERMS)
@@ -82,9 +82,9 @@ def test_numbers_of_any_type() -> None:
         "5@1",
     )
     for wrong in (1.0, True, None, np.bool_(1)):
-        with pytest.raises(UsageError, match="is no REF"):
+        with pytest.raises(UsageError, match="is not a REF"):
             Ref.parse(wrong)
-        with pytest.raises(UsageError, match="is no REF"):
+        with pytest.raises(UsageError, match="is not a REF"):
             text_of(wrong)
         with pytest.raises(StepOrderError):
             step_number(wrong)
@@ -92,10 +92,10 @@ def test_numbers_of_any_type() -> None:
 
 @pytest.mark.parametrize("name", ["", "no tag", "a@b", ".x", "x" * 129, 7])
 def test_invalid_names_of_tags(name: Any) -> None:
-    with pytest.raises(UsageError, match="is no tag name: 1-128 letters"):
+    with pytest.raises(UsageError, match="is not a tag name: 1-128 letters"):
         Ref(tag=name)
     if isinstance(name, str):
-        with pytest.raises(UsageError, match="is no tag name: 1-128 letters"):
+        with pytest.raises(UsageError, match="is not a tag name: 1-128 letters"):
             Ref.parse(f"tag:{name}")
 
 

@@ -48,7 +48,7 @@ LIES = [
     ("run", "f" * 32),
     ("seq", 8),
     ("term", -1),
-    # A value that is no table or column; strings and objects have a length, too.
+    # A value that is not a table or column; strings and objects have a length, too.
     ("segments", None),
     ("segments", []),
     ("segments.rows", None),

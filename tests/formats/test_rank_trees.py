@@ -157,7 +157,7 @@ def test_unions(trees: list[Any], union: Any) -> None:
 def test_a_tensor_without_a_place_is_reported() -> None:
     merged = rank_trees.merge([{"x": {"a": {"$t": "x.a"}}, "y": 1}, {"y": 1, "x": [{"$t": "x.0"}, {"$a": "x.1"}]}])
     assert rank_trees.left_out(merged) == ["x.0", "x.1"]
-    unnamed = {"$ranks": [[0, 0], [{"$t": "w"}, {"$t": "v"}]]}  # a node that is no rank's
+    unnamed = {"$ranks": [[0, 0], [{"$t": "w"}, {"$t": "v"}]]}  # a node that is not a rank's
     assert rank_trees.left_out(unnamed) == ["v"]
     assert rank_trees.left_out({"x": {"$ranks": [[None, None], [{"$t": "w"}]]}}) == ["w"]
 
@@ -233,7 +233,7 @@ def test_values_too_deep_for_their_ranks_are_refused() -> None:
 @pytest.mark.parametrize("leaf", [{"$t": "w"}, {"$int": "9" * 30}, {"$float": "nan"}, 5, [], {}])
 @pytest.mark.parametrize("tag", [None, "$tuple", "$dict"])
 def test_equal_parts_too_deep_for_a_ranks_part_are_refused(leaf: Any, tag: str | None) -> None:
-    """A merged tree can be taken apart again: by each rank, and by a reader that is no rank."""
+    """A merged tree can be taken apart again: by each rank, and by a reader that is not a rank."""
     wraps = {
         None: lambda node: {"a": node},
         "$tuple": lambda node: {"$tuple": [node]},

@@ -208,7 +208,7 @@ def test_manifests() -> None:
         lambda: manifest(COMMIT, {**COMMIT, "run": HEX}),
         lambda: manifest(COMMIT, {**COMMIT, "ckptstore": "merge"}),
         lambda: manifest({**COMMIT, "ckptstore": "commit"}, {**COMMIT, "incompat": ["later"]}),
-        # Bytes whose hash is right and that are no sealed text.
+        # Bytes whose hash is right and that are not sealed text.
         lambda: manifest(COMMIT, json.dumps(COMMIT).encode()),
     ):
         with pytest.raises(FormatError, match="here"):
@@ -223,7 +223,7 @@ def test_manifests() -> None:
 )
 def test_members_beside_a_manifest_are_not_ignored(beside: dict[str, Any]) -> None:
     assert isinstance(manifest(COMMIT, COMMIT, {"later": 1}), CommitRecord)
-    with pytest.raises(FormatError, match=rf"here: has a manifest, and beside it the member '{next(iter(beside))}'"):
+    with pytest.raises(FormatError, match=rf"here: has a manifest, and also the member '{next(iter(beside))}'"):
         manifest(COMMIT, COMMIT, beside)
 
 

@@ -96,7 +96,7 @@ def test_many_steps_are_not_remembered() -> None:
     for step in range(1, 5000):
         chains.stored(step, step - 1, DIFF)
     assert chains.wants_full(1_000_000, 4999, 0.1)
-    assert not chains.wants_full(1_000_000, 1, 0.9), "it is no base of anything any more"
+    assert not chains.wants_full(1_000_000, 1, 0.9), "it is not a base of anything any more"
 
 
 @pytest.mark.parametrize("short", [True, False])

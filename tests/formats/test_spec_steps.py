@@ -216,7 +216,7 @@ def test_an_encoding_has_its_own_forms(encoding: Any, form: int) -> None:
 
 @pytest.mark.parametrize("unknown", ["adam/2", "adam", "sgd/0", "skip", "lion/1"])
 def test_other_arithmetic_is_another_id_and_is_refused(unknown: str) -> None:
-    """Never mistaken for the known one: a name alone is no id."""
+    """Never mistaken for the known one: a name alone is not an id."""
     params = {**GROUPS["adamw"].rule(LATER).params, "rule": unknown}
     known = f"this version knows {', '.join(optim.RULES)}"
     with pytest.raises(IncompatibleFormatError, match=f"unknown optimizer rule '{unknown}': {known}"):

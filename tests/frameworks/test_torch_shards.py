@@ -174,7 +174,7 @@ def test_two_ranks_save_three_and_one_load(tmp_path: Path) -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0, 0], "\n".join(told)
     store = ckptstore.open(url)
-    state = store.load(framework="torch")  # one process that is no rank
+    state = store.load(framework="torch")  # one process that is not a rank
     for name in SHAPES:
         assert torch.equal(state["model"][name], whole(name)), name
     assert (state["rank"], state["step"]) == (0, 5)

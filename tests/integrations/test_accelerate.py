@@ -296,11 +296,11 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         checkpointer(accelerator, store)
     with pytest.raises(UsageError, match="2 loaders were passed; a Checkpointer continues one"):
         checkpointer(accelerator, store, model, loader, DataLoader(Samples(8, False)))
-    with pytest.raises(UsageError, match=r"object 1 \(int\) is no model, optimizer, schedule or loader"):
+    with pytest.raises(UsageError, match=r"object 1 \(int\) is not a model, optimizer, schedule or loader"):
         checkpointer(accelerator, store, model, 3)
     with pytest.raises(UsageError, match="scaler: this Checkpointer takes the accelerator's own"):
         checkpointer(accelerator, store, model, scaler=None)
-    with pytest.raises(UsageError, match="extra\\['accelerator'\\]: this name is taken"):
+    with pytest.raises(UsageError, match="extra\\['accelerator'\\]: this name is reserved"):
         checkpointer(accelerator, store, model, extra={"accelerator": torch.Generator()})
     for kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.FSDP, DistributedType.XLA):
         with pytest.raises(UsageError, match=f"Accelerate with {kind.value} is not supported: "):

@@ -268,7 +268,7 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_stores_own_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException, match="the store's own name"):
+    with pytest.raises(CheckpointException, match="is reserved for the store"):
         dcp.save({"ckptstore.dcp": torch.ones(1)}, storage_writer=CkptstoreWriter(tmp_path / "s", 1))
 
 

@@ -126,7 +126,7 @@ def test_a_save_that_failed() -> None:
 @pytest.mark.parametrize("wrong", [None, 3, {}, torch.nn.Linear(1, 1), SummaryWriter, print])
 def test_other_objects_are_refused_by_name(wrong: Any) -> None:
     name = wrong.__name__ if isinstance(wrong, type) else type(wrong).__name__
-    with pytest.raises(UsageError, match=f"{name} is no tracker that is known here: pass a SummaryWriter"):
+    with pytest.raises(UsageError, match=f"{name} is not a known tracker: pass a SummaryWriter"):
         tracked(wrong)
     with pytest.raises(UsageError, match="run_id: only MLflow has it"):
         tracked(SummaryWriter(), run_id="abc")

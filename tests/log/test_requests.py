@@ -1,4 +1,4 @@
-"""Requests: changes beside a live writer, which they never fence."""
+"""Requests: changes with a live writer, which they never fence."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_changes_reserved_for_writers_are_not_requested(here: Setting) -> None:
         CatalogChange(requests={"0" * 32: None}),
         CatalogChange(extra={"closed": True}),
     ):
-        with pytest.raises(UsageError, match="committed by a writer alone"):
+        with pytest.raises(UsageError, match="only a writer commits"):
             requests.post(here.world.journal, 1, "add a checkpoint", change)
     assert here.world.list("req/") == []
 

@@ -1,4 +1,4 @@
-"""Compaction of real stores: every kind of chain, beside a live writer, with damage, on every medium."""
+"""Compaction of real stores: every kind of chain, with a live writer, with damage, on every medium."""
 
 from __future__ import annotations
 
@@ -420,6 +420,13 @@ def test_a_checkpoint_becomes_a_full_to_map(store: Store, only: str | None) -> N
     assert store.compact(plain=["4@1"], only=only, take_over=True).moves == ()
     check(store, range(1, 13))
     assert store.file_of(4) == [file]
+
+
+def test_a_checkpoint_to_map_has_to_be_in_the_range(store: Store) -> None:
+    filled(store, range(1, 8))
+    with pytest.raises(UsageError, match=r"4@1, to become an uncompressed full, is not in 1\.\.3"):
+        store.compact(plain=[4], only="1..3", take_over=True)
+    assert store.view().catalog.term == 1  # no term was opened
 
 
 def test_a_checkpoint_to_map_has_to_exist(store: Store) -> None:

@@ -178,7 +178,7 @@ def test_merge(tmp_path: Path, name: str, keep_steps: bool) -> None:
     if keep_steps:
         assert done.method == "concatenated"
         assert {len(doc.steps) for doc in documents(store, 5)} == {7}
-        with pytest.raises(ckptstore.UsageError, match="lie in one segment"):
+        with pytest.raises(ckptstore.UsageError, match="are in one segment"):
             store.merge("2..8", keep_steps=True, take_over=True)
 
 

@@ -378,7 +378,7 @@ def test_ranges_that_cannot_be_merged(
 
 def test_steps_already_in_one_segment(store: Store) -> None:
     assert owned(store, "2..6", keep_steps=True).answer == "accepted"
-    with pytest.raises(UsageError, match="lie in one segment"):
+    with pytest.raises(UsageError, match="are in one segment"):
         owned(store, "2..6", keep_steps=True)
     with pytest.raises(UsageError, match="share their segments with checkpoints outside"):
         owned(store, "2..5", keep_steps=True)

@@ -1,4 +1,4 @@
-"""Retention: a store's rules, writers that apply them, pruning beside a live writer and without one."""
+"""Retention: a store's rules, writers that apply them, pruning with a live writer and without one."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_other_places_are_left_alone(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not empty"):
         store.copy(tmp_path / "taken")
     lost = Path(shutil.copytree(source, tmp_path / "lost"))
-    (lost / "FORMAT").unlink()  # a store of the same run that lost its FORMAT file is no unfinished copy
+    (lost / "FORMAT").unlink()  # a store of the same run that lost its FORMAT file is not an unfinished copy
     with pytest.raises(UsageError, match="not empty"):
         store.copy(lost)
     with pytest.raises(UsageError, match="outside of"):

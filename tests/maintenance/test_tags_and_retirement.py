@@ -1,4 +1,4 @@
-"""Tags and retirement of any live checkpoint: beside a live writer, a dead one, one that is fenced meanwhile."""
+"""Tags and retirement of any live checkpoint: with a live writer, a dead one, one that is fenced meanwhile."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class TestRules:
             with pytest.raises(ckptstore.CheckpointNotFoundError, match="no checkpoint of step 9"):
                 method(9, timeout=0)  # type: ignore[operator]
         for method in (store.tag, store.untag):
-            with pytest.raises(ckptstore.UsageError, match="'no tag' is no tag name"):
+            with pytest.raises(ckptstore.UsageError, match="'no tag' is not a tag name"):
                 method("no tag", timeout=0)  # type: ignore[arg-type]
         with pytest.raises(ckptstore.StoreNotFoundError):
             ckptstore.open("memory://none", create=None).tag("best", 1)
@@ -336,7 +336,7 @@ class TestTheWritersOwn:
             for call in (lambda: writer.untag("copy"), lambda: writer.tag("x", "9@1")):
                 with pytest.raises(ckptstore.CheckpointNotFoundError):
                     call()
-            with pytest.raises(ckptstore.UsageError, match="is no tag name"):
+            with pytest.raises(ckptstore.UsageError, match="is not a tag name"):
                 writer.tag("no tag", 3)
         assert {name: info.ref for name, info in store.tags().items()} == {"old": "3@1", "start": "5@2", "mine": "4@2"}
 

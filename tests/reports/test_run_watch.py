@@ -133,7 +133,7 @@ def test_forks_tags_and_other_commits_are_reported(store: Store) -> None:
         status = next(watched)
         assert status.changes == ("term 2 forks from 2@1 (the newest was 3@1)",)
         assert (status.latest, status.parent, status.terms) == ("2@1", "2@1", 2)
-        assert status.values == ((1, 1.0), (2, 0.5)), "what the fork left behind is no part of its history"
+        assert status.values == ((1, 1.0), (2, 0.5)), "what the fork left behind is not part of its history"
         save(writer, 3, 4)
         status = next(watched)
         assert status.changes == ("saved 3@2 to 4@2 (2)",)
@@ -262,7 +262,7 @@ def test_a_store_that_is_not_there(store: Store) -> None:
     assert (status.latest, status.term, status.writer, status.lag) == (None, 0, "none", None)
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1)
-    assert next(waiting).changes == ("term 1 begins from nothing", "saved 1@1", "term 1 is closed")
+    assert next(waiting).changes == ("term 1 starts from scratch", "saved 1@1", "term 1 is closed")
 
 
 @pytest.mark.parametrize("how", ["delete", "move", "replace", "older copy", "another history", "format", "last slot"])

@@ -146,7 +146,7 @@ def test_into_holds_the_right_bits_or_the_call_raises(root: Path) -> None:
 
 
 def test_mapped(root: Path, tmp_path: Path) -> None:
-    """If the other encoding is no plain full, it cannot be mapped: the damage is raised, not another error."""
+    """If the other encoding is not a plain full, it cannot be mapped: the damage is raised, not another error."""
     more = Path(shutil.copytree(root, tmp_path / "more"))
     stored_again(ckptstore.open(more), "3@1")
     for folder in (root, more):

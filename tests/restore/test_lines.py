@@ -15,7 +15,7 @@ SIZES = (1, 3, 49, 50, 1 << 10, (1 << 18) + 1, (1 << 18) + 2)  # numbers of fp32
 
 
 def odd_state() -> dict[str, torch.Tensor]:
-    """Tensors whose sizes are no multiples of a line, and some that are."""
+    """Tensors whose sizes are not multiples of a line, and some that are."""
     torch.manual_seed(0)
     return {f"t{size}.{which}": torch.randn(size) for size in SIZES for which in range(2)} | {"b": torch.ones(7).bool()}
 

@@ -408,7 +408,7 @@ def test_a_run_is_found_where_there_is_one() -> None:
 
 
 def test_lookalike_names_are_other_tensors() -> None:
-    """A key shows tensor and box in errors, and is no name that a state could have."""
+    """A key shows tensor and box in errors, and is not a name that a state could have."""
     made = ShardStore()
     other = numbers((2,))
     made.commit(

@@ -88,7 +88,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def files(root: Path) -> list[Path]:
-    """Every object of a store, sorted; names with a dot are no objects."""
+    """Every object of a store, sorted; names with a dot are not objects."""
     return sorted(path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 

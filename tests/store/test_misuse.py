@@ -34,7 +34,7 @@ def saved(store: ckptstore.Store, *steps: int, **options: Any) -> None:
 
 
 def test_a_term_from_nothing_names_what_there_is_instead_of_latest(tmp_path: Path) -> None:
-    """It said that the store holds no checkpoint, and the next writer silently began from nothing."""
+    """It said that the store holds no checkpoint, and the next writer silently started from scratch."""
     store = ckptstore.open(tmp_path / "s")
     saved(store, 1, 2)
     saved(store, parent=None)

@@ -67,7 +67,7 @@ def test_stores_checkpoints_and_reports_are_tables(store: ckptstore.Store, tmp_p
     assert str(checkpoint.time) not in shown(checkpoint)
     assert "weight" in shown(store.compare(1, 2)[0])
     (found,) = ckptstore.find_runs(tmp_path).runs
-    assert "4194304" in shown(replace(found, pid=4194304, nbytes=7654321))  # the name of a process is no amount
+    assert "4194304" in shown(replace(found, pid=4194304, nbytes=7654321))  # the name of a process is not an amount
     assert "7,654,321" in shown(replace(found, pid=4194304, nbytes=7654321))
     assert shown(store.terms()[0])
     assert shown(store.explain())

@@ -192,11 +192,11 @@ class TestSelection:
                 with pytest.raises(StepOrderError, match="a whole number from 0"):
                     refuse({"n": 1}, step)
             # A tag names a REF, which may be text.
-            error, why = (UsageError, "is no REF; use latest") if step != "7" else (CheckpointNotFoundError, "step 7")
+            error, why = (UsageError, "is not a REF; use") if step != "7" else (CheckpointNotFoundError, "step 7")
             with pytest.raises(error, match=why):
                 writer.tag("best", step)
         if step != "7":
-            with pytest.raises(UsageError, match="is no REF; use latest"):
+            with pytest.raises(UsageError, match="is not a REF; use latest"):
                 store.load(step)
 
     def test_a_checkpoint_in_place_of_its_ref_is_refused_with_the_remedy(self, url: str) -> None:

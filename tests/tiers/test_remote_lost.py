@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import ckptstore
 from ckptstore import CorruptLogError, RemoteLostError, RemoteWarning, StorageError, UsageError
 from ckptstore.backends.base import Backend
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 from ckptstore.cli.main import cli
 from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.history.records import slot_key
@@ -60,7 +60,7 @@ def until(what: Callable[[], object]) -> None:
 
 def between_passes(place: Place) -> AbstractContextManager[bool]:
     """While it lasts no pass of the drain is under way: one that began before would not see a change."""
-    return alone(ckptstore.open(place.here, remote=False).backend)
+    return exclusive_access(ckptstore.open(place.here, remote=False).backend)
 
 
 def lost_beside_a_writer(place: Place, part: str) -> list[str]:
@@ -252,7 +252,7 @@ def test_anew_leaves_other_peoples_files_alone(folders: Place) -> None:
     fill(folders.open(), 1, 2)
     (Path(folders.remote) / "FORMAT").unlink()
     (Path(folders.remote) / "thesis.txt").write_text("all of it")
-    with pytest.raises(UsageError, match=r"'thesis.txt', which is no part of a store: nothing was deleted"):
+    with pytest.raises(UsageError, match=r"'thesis.txt', which is not part of a store: nothing was deleted"):
         folders.open().sync(anew=True)
     assert (Path(folders.remote) / "thesis.txt").read_text() == "all of it"
 
@@ -316,7 +316,7 @@ def test_a_remote_that_refuses_is_reported_while_training_runs(outage: Outage) -
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("403")])
-        match = r"403.*are in .* alone, and the drain tries again"
+        match = r"403.*are only in .*, and the drain tries again"
         assert told_while(lambda: writer.save(state(2), 2), match) == 1
         outage.end()
         writer.save_async(state(3), 3).result(tier="remote", timeout=LONG)
@@ -350,7 +350,7 @@ def test_a_remote_that_does_not_answer_is_reported_while_training_runs(
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("slow", seconds=2.0)])
-        match = r"no answer for \d+ s; new checkpoints are in .* alone"
+        match = r"no answer for \d+ s; new checkpoints are only in .*"
         assert told_while(lambda: writer.save(state(2), 2), match) == 1
         outage.end()
         writer.save_async(state(3), 3).result(tier="remote", timeout=LONG)

@@ -1,4 +1,4 @@
-"""A pruned remote: checkpoints that it gave up are no branch, are not brought again, and delay nothing here."""
+"""A pruned remote: checkpoints that it gave up are not a branch, are not uploaded again, and delay nothing here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import ckptstore
 from ckptstore import CorruptionError, FencedError, RequestRefusedError
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 from ckptstore.formats.history.catalog import CatalogBuilder
 from ckptstore.formats.history.records import (
     CheckpointEntry,
@@ -164,7 +164,7 @@ def test_left_out_steps_are_not_reported_as_present(folders: Place) -> None:
     writer = folders.open().writer(deltas=None, poll_seconds=None)
     try:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
-        with alone(store.backend):  # the drain waits
+        with exclusive_access(store.backend):  # the drain waits
             pending = writer.save_async(state(2), 2)
             pending.result()
             damaged(store, "2@1")

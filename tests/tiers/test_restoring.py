@@ -128,7 +128,7 @@ def test_segments_being_drained_are_not_collected(folders: Place, monkeypatch: p
 
 
 def test_a_checkpoint_retired_at_this_moment_is_not_drained(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look at the log and the pin: it is gone, which is no damage."""
+    """Between the look at the log and the pin: it is gone, which is not damage."""
     store = ckptstore.open(folders.here)
     with store.writer(poll_seconds=None) as writer:
         for step in (1, 2):

@@ -580,7 +580,7 @@ def test_a_save_is_refused_while_the_remote_fails_and_works_when_it_is_back(
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.begin()
         writer.save(state(2), 2)
-        with pytest.raises(StorageError, match=r"on this machine alone, the limit is 0 .*the remote has been failing"):
+        with pytest.raises(StorageError, match=r"only on this machine, the limit is 0 .*the remote has been failing"):
             writer.save(state(3), 3)
         outage.end()
         end = time.monotonic() + LONG

@@ -77,7 +77,7 @@ def test_rank_members_stand_in_the_document_or_the_index_and_not_in_both(hand: H
 
 
 DOCUMENTS: dict[str, tuple[Change, bool]] = {
-    "keep is no feature of segments": (lambda found: found.update(incompat=["keep"]), False),
+    "keep is not a feature of segments": (lambda found: found.update(incompat=["keep"]), False),
     "parents of other terms": (lambda found: found.update(parents=[[1, None], [7, [5, 3, OTHER_RUN]]]), True),
     "parents that descend": (lambda found: found.update(parents=[[2, None], [1, None]]), False),
     "a parent of a later term": (lambda found: found.update(parents=[[1, [1, 3, OTHER_RUN]]]), False),
@@ -689,7 +689,7 @@ def test_how_many_objects_above_the_newest_term_are_looked_into(below: tuple[int
     ],
 )
 def test_the_run_of_an_object_above_the_newest_term(name: str, lost: bool, hand: Hand, tmp_path: Path) -> None:
-    """READ 4: a segment that section 5 refuses counts, and so does a run that is no uuid."""
+    """READ 4: a segment that section 5 refuses counts, and so does a run that is not a uuid."""
     hand.promise(hand.segment({1: Step([word()])}))
     changes: dict[str, Callable[[bytes], bytes]] = {
         "version": changed_document(lambda found: found.update(version=2)),

@@ -31,7 +31,7 @@ RUNS = short_or(50, 150)
 def test_seeds_and_what_is_made_of_them(name: str) -> None:
     target = TARGETS[name]
     seeds = target.seeds()
-    for seed in seeds:  # compilation at the first use is no cost of an input, and is slow while memory is traced
+    for seed in seeds:  # compilation at the first use is not a cost of an input, and is slow while memory is traced
         with contextlib.suppress(*target.refusals):
             target.run(seed)
     accepted = sum(attempt(target, seed, memory=True).accepted for seed in seeds)

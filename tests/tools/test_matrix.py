@@ -1,4 +1,4 @@
-"""The matrix of Pythons and torches: the planned installations, and that a skipped pair is no success."""
+"""The matrix of Pythons and torches: the planned installations, and that a skipped pair is not a success."""
 
 from __future__ import annotations
 

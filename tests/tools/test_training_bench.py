@@ -260,7 +260,7 @@ def test_failed_and_absent_cases_are_reported(capsys: pytest.CaptureFixture[str]
     [
         (["--only", "loop/nothing/*"], "nothing matches; the cases are loop/none/1"),
         (["--intervals", "0"], "whole numbers from 1 on"),
-        (["--limit", "5"], "'5' is no time"),
+        (["--limit", "5"], "'5' is not a time"),
         (["--parameters", "many"], "write a number as in 25M"),
     ],
 )

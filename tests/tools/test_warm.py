@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE
@@ -194,6 +195,26 @@ def test_closing_it_ends_the_started_scripts() -> None:
     assert script.wait(120) == -signal.SIGKILL
     with pytest.raises(WarmError, match="gone"):
         own.start(python("0"))
+
+
+def test_closing_it_does_not_wait_for_forks_of_its_creator() -> None:
+    """A worker process of a loader has every descriptor of the process that it was forked from."""
+    warm = Warm(())
+    reading, writing = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until this test ends
+        os._exit(0)
+    try:
+        closing = threading.Thread(target=warm.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+    finally:
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(fork, 0)
 
 
 def test_scripts_end_with_their_nursery() -> None:

@@ -516,7 +516,7 @@ def test_a_state_of_an_earlier_version_that_asked() -> None:
     before = torch.get_rng_state()
     assert sorted(flat(first) + flat(taken(iter(batches)))) == list(range(12))
     assert torch.equal(before, torch.get_rng_state())
-    with pytest.raises(FormatError, match="DataLoader cannot be sent there"):
+    with pytest.raises(FormatError, match="DataLoader cannot restore it"):
         counted(DataLoader(list(range(12)))).compare(state["inner"])
 
 

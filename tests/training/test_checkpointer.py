@@ -528,7 +528,7 @@ def test_it_compacts_in_its_idle_time(tmp_path: Path, monkeypatch: pytest.Monkey
         assert passed.wait(60)
     assert [info.step for info in store.checkpoints()] == [5, 10, 12]
     assert store.verify(deep=True).ok
-    with pytest.raises(UsageError, match="compact: not with agent"):
+    with pytest.raises(UsageError, match="compact: cannot be combined with agent"):
         Checkpointer(store, model=model, agent=True, compact=compact)
 
 
@@ -619,7 +619,7 @@ def test_a_parameter_that_left_its_group_causes_a_warning(tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=r"AdamW keeps the state of parameters \(1\) that are in none of its"):
             train()
         del optimizer.state[left]
-        with pytest.warns(ckptstore.UnexplainedStepWarning, match="2 optimizer steps lie between"):
+        with pytest.warns(ckptstore.UnexplainedStepWarning, match="2 optimizer steps since the previous checkpoint"):
             train()
     store.verify(deep=True)
     assert [info.step for info in store.checkpoints()] == [1, 3]
@@ -878,7 +878,7 @@ def test_diffs_that_explain_nothing_cause_one_warning(tmp_path: Path) -> None:
             checkpointer.wait()
     told = [str(one.message) for one in caught if one.category is ckptstore.UnexplainedStepWarning]
     assert len(told) == 1
-    assert "arithmetic of its own" in told[0]
+    assert "its own arithmetic" in told[0]
 
 
 @pytest.mark.parametrize(

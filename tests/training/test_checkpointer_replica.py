@@ -194,7 +194,7 @@ def test_unpredicted_tensors_are_handed_over_whole_then_sent(tmp_path: Path, who
                 assert shim_kills.digest(newest["model"]) == shim_kills.digest(script.model.state_dict())
     remarks = [str(one.message) for one in caught if "replica:" in str(one.message)]
     assert len(remarks) == 1
-    assert "model.0.0.weight became something else" in remarks[0]
+    assert "other values than training for model.0.0.weight" in remarks[0]
     assert max(wholes) < 7, "a tensor that was wrong twice is not sent"
     assert script.digest() == uninterrupted(9, beside=True)
 
@@ -594,8 +594,8 @@ def test_after_a_mismatch_only_the_tensors_concerned_are_sent(
     unsaved = [str(one.message) for one in told if issubclass(one.category, UnsavedStepWarning)]
     assert {int(word) for one in unsaved for word in one.rpartition(": ")[2].split(",")} == lost
     (remark,) = (str(one.message) for one in told if issubclass(one.category, UnexplainedStepWarning))
-    assert "model.layer.weight became something else" in remark
-    assert "sent whole with the next step, the agent computes the others" in remark
+    assert "other values than training for model.layer.weight" in remark
+    assert "sent whole with the next step, and the agent computes the others" in remark
 
 
 def test_a_due_step_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_every_step_of_ranks(tmp_path: Path, first: str) -> None:
         warnings.simplefilter("always")
         assert as_ranks(2, work) == [None, None]
     told = [str(one.message) for one in caught if one.category is ckptstore.UnexplainedStepWarning]
-    assert all("divide their tensors anew" in one for one in told)
+    assert all("divide their tensors again" in one for one in told)
     assert bool(told) == (first == "save-without-updates")
     together = Job()
     for step, (kind, bits) in jobs[0].bits.items():
@@ -192,7 +192,7 @@ def test_unexplained_steps_are_reported_once_for_each_reason(tmp_path: Path) -> 
             checkpointer.step(save=step not in (5, 8, 9))
     told = [str(one.message) for one in caught if one.category is ckptstore.UnexplainedStepWarning]
     assert len(told) == 1, told
-    assert "2 optimizer steps lie between it and the checkpoint before" in told[0]
+    assert "2 optimizer steps since the previous checkpoint" in told[0]
 
 
 @pytest.mark.filterwarnings("default::ckptstore.UnexplainedStepWarning")
@@ -219,7 +219,7 @@ def test_a_step_that_could_not_be_saved_is_no_base_of_what_explains_the_next(tmp
                 checkpointer.step().result()
     told = [str(one.message) for one in caught if one.category is ckptstore.UnexplainedStepWarning]
     assert len(told) == 1, told
-    assert "2 optimizer steps lie between" in told[0]
+    assert "2 optimizer steps since" in told[0]
     assert job.bits[5][0] == "gradient"
     assert job.bits[6][1] < EXPLAINED
 

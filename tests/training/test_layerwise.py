@@ -622,7 +622,7 @@ def test_unsupported_optimizers(store: ckptstore.Store) -> None:
     with store.writer(poll_seconds=None) as writer:
         for optimizers, why in (
             (Wrapper(), "its .optimizer is one"),
-            ([], "a torch.optim.Optimizer is wanted"),
+            ([], "expected a torch.optim.Optimizer"),
             (None, "NoneType"),
         ):
             with pytest.raises(ckptstore.UsageError, match=why):

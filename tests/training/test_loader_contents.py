@@ -189,7 +189,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], bool]] = {
     "transformed, grown": (lambda: Doubled(taken(range(8))), lambda: Doubled(taken(range(10))), True),
     "transformed, shrunk": (lambda: Doubled(Numbers(0, 8)), lambda: Doubled(Numbers(0, 6)), True),
     "transformed, transformed no more": (lambda: Doubled(taken(range(8))), lambda: taken(range(8)), False),
-    "indices that are no numbers": (lambda: Named(["a", "b", "c"]), lambda: Named(["b", "a", "c"]), True),
+    "indices that are not numbers": (lambda: Named(["a", "b", "c"]), lambda: Named(["b", "a", "c"]), True),
 }
 
 
@@ -207,12 +207,12 @@ def test_datasets_that_are_made_of_others(name: str, shared: bool) -> None:
         return DataLoader(dataset, 1, sampler=sampler)
 
     first, rest, said = continued(loader(before()), loader(after()), 2)
-    now = list(after()) if name != "indices that are no numbers" else [2, 1, 3]
+    now = list(after()) if name != "indices that are not numbers" else [2, 1, 3]
     if continues:
         assert ANEW not in said
         assert OTHER not in said
         assert rest == now[2:]
-        assert first == now[:2] or name == "indices that are no numbers"
+        assert first == now[:2] or name == "indices that are not numbers"
     else:
         assert f"{OTHER} (Subset, ConcatDataset)" in said
         assert f"{ANEW}: the 2 samples {TWICE}" in said
@@ -220,7 +220,7 @@ def test_datasets_that_are_made_of_others(name: str, shared: bool) -> None:
 
 
 def test_unknown_facts_are_not_compared() -> None:
-    """A state of an earlier version; indices that are no samples; datasets that contain each other endlessly."""
+    """A state of an earlier version; indices that are not samples; datasets that contain each other endlessly."""
     batches = counted(DataLoader(taken(range(8)), 2))
     numbers(iter(batches), 2)
     state = copy.deepcopy(batches.state_dict())

@@ -112,7 +112,7 @@ def test_one_that_is_closed_does_nothing_any_more(tmp_path: Path) -> None:
 
 
 def test_a_resume_that_does_not_end_saves_nothing(tmp_path: Path) -> None:
-    """A state that was not restored, or not completely, is no step that follows the checkpoint."""
+    """A state that was not restored, or not completely, is not a step that follows the checkpoint."""
     saved(tmp_path)
     lacking = Checkpointer(tmp_path, model=linear(), extra={"a": torch.Generator()}, strategy="full")
     with lacking as checkpointer:

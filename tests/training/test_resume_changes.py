@@ -221,7 +221,7 @@ def test_a_checkpoint_without_names_resumes_by_number(tmp_path: Path, monkeypatc
     from ckptstore.training.capture.script_state import ScriptState
 
     with monkeypatch.context() as patch:
-        patch.setattr(ScriptState, "_script", lambda self, standing: {})
+        patch.setattr(ScriptState, "_script", lambda self, light: {})
         patch.setattr(ScriptState, "watched", lambda self: None)
         model, optimizer = trained(tmp_path / "s", Two())
     assert "script" not in ckptstore.open(tmp_path / "s").load()

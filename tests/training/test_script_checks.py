@@ -220,7 +220,7 @@ def test_a_metric_that_no_step_has(tmp_path: Path, said: Callable[[], list[str]]
     assert found == {}
     (text,) = said()
     assert text.startswith("UnsavedStepWarning: keep_best:")
-    assert ("'text' is no number but str" if name == "text" else "among its metrics ('loss', 'text')") in text
+    assert ("'text' is not a number but str" if name == "text" else "among its metrics ('loss', 'text')") in text
 
 
 @pytest.mark.parametrize("without", [{}, {"val": None}])

@@ -271,6 +271,7 @@ def test_without_residuals_a_diff_takes_what_was_sent(tmp_path: Path) -> None:
     assert len(stored) >= 4
     # 1 % of 32 bits and their places, values that no optimizer updates (generators, positions), and headers
     assert min(stored) < 12 * parameters * 0.15
+    assert max(stored) < 12_000, "the steps follow from the entries, with the factors of training"
     again = Script(0.01, exact=False)
     with pytest.warns(DeterminismWarning, match="residuals"):
         assert again.run(tmp_path / "s", 7) == 6

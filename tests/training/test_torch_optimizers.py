@@ -291,7 +291,7 @@ def test_an_object_that_is_no_optimizer_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for wrong in (model, [optimizer, model], model.parameters()):
-        with pytest.raises(UsageError, match=r"a torch\.optim\.Optimizer is wanted"):
+        with pytest.raises(UsageError, match=r"expected a torch\.optim\.Optimizer"):
             OptimizerStep(wrong)  # type: ignore[arg-type]
     with ckptstore.open(tmp_path / "store").writer(diffs=ckptstore.DiffOptions()) as writer:
         for wrong in (optimizer, [1], "adam"):
@@ -563,7 +563,7 @@ def test_a_wrapper_that_is_no_optimizer_is_refused_with_the_remedy(run: Any) -> 
     class Engine:
         optimizer = run[1]
 
-    with pytest.raises(UsageError, match=r"Engine; a torch\.optim\.Optimizer is wanted \(its \.optimizer is one\)"):
+    with pytest.raises(UsageError, match=r"Engine; expected a torch\.optim\.Optimizer \(its \.optimizer is one\)"):
         OptimizerStep(Engine())  # type: ignore[arg-type]
 
 

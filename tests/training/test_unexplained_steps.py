@@ -123,7 +123,7 @@ def test_moments_that_the_script_edits(tmp_path: Path, options: dict[str, Any]) 
         script.check()
     assert len(texts) == 1, texts
     assert "step 2 takes more bytes than an explained step" in texts[0]
-    assert "changed beside the optimizer" in texts[0]
+    assert "changed outside the optimizer" in texts[0]
 
 
 @each_writer
@@ -191,7 +191,7 @@ def test_moments_beside_the_optimizer_of_a_checkpointer(
             checkpointer.step()
             checkpointer.wait()
             had = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
-    assert len([one for one in texts if "changed beside the optimizer" in one]) == 1, texts
+    assert len([one for one in texts if "changed outside the optimizer" in one]) == 1, texts
     loaded = store.load("latest", framework="torch")["model"]["model"]
     assert all(torch.equal(loaded[name], tensor) for name, tensor in had.items())
 

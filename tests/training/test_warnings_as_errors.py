@@ -172,5 +172,5 @@ def test_a_job_that_is_killed_before_its_first_checkpoint_is_told_so(tmp_path: P
     told = warmth.run(command)
     assert told.stdout == ""
     assert "LostStepsWarning: term 1 ended without closing, before its first checkpoint was durable" in told.stderr
-    assert "training begins from nothing" in told.stderr
+    assert "training starts from scratch" in told.stderr
     assert warmth.run(command[:-1]).stdout == "0\n"

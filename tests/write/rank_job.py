@@ -123,7 +123,7 @@ def tensor_parallel(folder: Path) -> None:
 
 
 def both(folder: Path) -> None:
-    """FSDP2 over tensor parallelism: strided shards. Sizes that both divide; others are no boxes."""
+    """FSDP2 over tensor parallelism: strided shards. Sizes that both divide; others are not boxes."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Linear(32, 8))

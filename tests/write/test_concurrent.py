@@ -264,7 +264,7 @@ class TestMetrics:
             with pytest.raises(ckptstore.StorageError) as caught:
                 writer.save(weights(2), 2)
             with pytest.raises(ckptstore.StepOrderError):
-                writer.save(weights(2), -1)  # refused: that was no save
+                writer.save(weights(2), -1)  # refused: that was not a save
         assert [(one.step, one.kind, one.stored, one.error) for one in told] == [
             (1, None, 0, error),
             (2, None, 0, caught.value),

@@ -108,14 +108,14 @@ def test_killed_before_its_first_checkpoint_the_next_run_says_so(tmp_path: Path)
         assert [one.term for one in store.terms()] == list(range(1, term + 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        store.writer(parent=None).close()  # asked to begin from nothing
+        store.writer(parent=None).close()  # asked to start from scratch
         store.writer().close()  # that one was closed
     assert run(url, "close", at="save.begin:1")[0] == -9
     with pytest.warns(ckptstore.LostStepsWarning) as caught:
         store.writer().close()
     assert [str(one.message) for one in caught] == [
         "term 5 ended without closing, before its first checkpoint was durable: no step that it computed is in the "
-        "store; training begins from nothing"
+        "store; training starts from scratch"
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

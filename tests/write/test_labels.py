@@ -85,7 +85,7 @@ def test_values_that_cannot_be_stored_are_refused_before_anything_is_written(
         for save in (writer.save, writer.save_async):
             with pytest.raises(ckptstore.UsageError, match=why):
                 save({"w": np.ones(5)}, 1, metadata=said)
-            with pytest.raises(ckptstore.UsageError, match="'no tag' is no tag name"):
+            with pytest.raises(ckptstore.UsageError, match="'no tag' is not a tag name"):
                 save({"w": np.ones(5)}, 1, tags=["fine", "no tag"])
         writer.save({"w": np.ones(5)}, 1, metadata={"a": "x" * 16_376})
     assert store.backend.list("seg/") == [f"seg/0000000001/{store.checkpoint(1).segments[0]}.safetensors"]

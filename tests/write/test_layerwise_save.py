@@ -212,7 +212,7 @@ def test_calls_that_cannot_begin(store: ckptstore.Store) -> None:
             lambda: writer.save_async(state, 2),
             lambda: writer.save(state, 2),
         ):
-            with pytest.raises(ckptstore.UsageError, match="step 1 is not over: finish or abandon it"):
+            with pytest.raises(ckptstore.UsageError, match="step 1 has not ended: finish or abandon it"):
                 call()
         with pytest.raises(ckptstore.UsageError, match="no layer 'third'; its layers: 'first', 'second'"):
             save.ready("third")

@@ -374,7 +374,7 @@ def test_a_failed_copy_is_reported_once_and_the_next_save_is_a_full(mode: str) -
 
 @pytest.mark.parametrize("mode", OPTIONS)
 def test_a_medium_that_fails_midway(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base is partly overwritten by then: it is no base any more."""
+    """The base is partly overwritten by then: it is not a base any more."""
     medium = Medium(monkeypatch, 40, held=False)
     store = new()
     truth: dict[int, Any] = {}

@@ -166,7 +166,7 @@ def test_what_leaves_an_order_out_is_caught(tmp_path: Path, mutant: str) -> None
             wanted = trained(machine, tmp_path / f"{seed}", "full", large=False)
             if machine.hazards:
                 return
-        for found in wanted:  # a patch that no longer fits is no mutant
+        for found in wanted:  # a patch that no longer fits is not a mutant
             assert not isinstance(found, BaseException) or isinstance(found, ckptstore.CkptError), found
         try:
             check(tmp_path / f"{seed}", wanted)

@@ -61,7 +61,7 @@ def test_ranks_of_groups_of_two_sizes_are_refused(tmp_path: Path) -> None:
         if group.rank == 0:
             while not box.keys():  # until the other one is there
                 time.sleep(0.001)
-            with pytest.raises(MissingRankError, match="rank 1 of 2 did not come"):
+            with pytest.raises(MissingRankError, match="rank 1 of 2 did not join"):
                 ckptstore.open(tmp_path).writer(group=group, ranks=RankOptions(timeout=0.2))
             return
         with pytest.raises(RankMismatchError, match="not of one group: rank 1 is of a group of 3, rank 0 of one of 2"):
@@ -74,7 +74,7 @@ def test_ranks_of_groups_of_two_sizes_are_refused(tmp_path: Path) -> None:
 
 def test_no_term_is_opened_until_every_rank_is_there(tmp_path: Path) -> None:
     ckptstore.open(tmp_path).writer().close()
-    with pytest.raises(MissingRankError, match=r"rank 1 of 2 did not come within 0\.2 s"):
+    with pytest.raises(MissingRankError, match=r"rank 1 of 2 did not join within 0\.2 s"):
         ckptstore.open(tmp_path).writer(group=Group(0, 2, LocalMailbox()), ranks=RankOptions(timeout=0.2))
     with pytest.raises(MissingRankError, match="rank 0"):
         ckptstore.open(tmp_path).writer(group=Group(1, 2, LocalMailbox()), ranks=RankOptions(timeout=0.2))

@@ -143,7 +143,7 @@ def exported(store: ckptstore.Store, folder: Path) -> dict[str, Any]:
 @settings(max_examples=short_or(12, 60), deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 3))
 def test_any_parts_of_a_state_in_any_order(seed: int, size: int) -> None:
-    """Random states, real writers: a process that is no rank loads, exports and shows the states of all ranks."""
+    """Random states, real writers: a process that is not a rank loads, exports and shows the states of all ranks."""
     chance = random.Random(seed)
     unused = iter(range(1, 1000))
 

@@ -1,4 +1,5 @@
-"""Lives of a store on paths that `scenario.live` does not take: with a memory budget, layer by layer, by ranks.
+"""Lives of a store on paths that `scenario.live` does not take: with a memory budget or limited space, layer by layer,
+by ranks.
 
 `scenario.check` can check the store after each of them: every visible checkpoint is `state_of` its term and step, bit
 for bit. Ranks are threads here, on one file system; `tools.kills.rank_kills` kills them one by one, as processes.
@@ -63,6 +64,32 @@ def bounded(make: Make, acknowledge: Callable[[str], None]) -> None:
             for one in pending:
                 acknowledge(one.result().ref)
             acknowledge(writer.save(state_of(writer.term, first + 3), first + 3).ref)
+        _maintain(store)
+
+
+def limited(make: Make, acknowledge: Callable[[str], None]) -> None:
+    """Fulls, two at once, deltas, and step diffs in batches, in little space: most saves first delete what went.
+
+    A crash and the writer that checks the store may each retire one checkpoint more than was announced.
+    """
+    store = _created(make)
+    kept = [info.ref for info in store.checkpoints()]  # of earlier victims
+    codings: list[tuple[str, dict[str, Any]]] = [
+        ("6 states", {}),
+        ("7 states", {"max_in_flight": 2}),
+        ("11 states", {"deltas": CHAIN}),
+        ("11 states", {"diffs": _BATCHES}),
+    ]
+    for space, coding in codings:
+        with store.writer(keep=["last:4"], space=space, **coding, **_WRITER) as writer:
+            first = _next(writer.parent)
+            for step in range(first, first + 8, 2):
+                while len(kept) > 1:
+                    acknowledge(f"-{kept.pop(0)}")
+                pending = [writer.save_async(state_of(writer.term, one), one) for one in (step, step + 1)]
+                for one in pending:
+                    kept.append(one.result().ref)
+                    acknowledge(kept[-1])
         _maintain(store)
 
 
@@ -164,7 +191,13 @@ def _maintain(store: Store) -> None:
     fold_writer.trim(store.journal, store.view())
 
 
-LIVES: Final[Mapping[str, Life]] = {"whole": whole, "bounded": bounded, "layered": layered, "ranks": ranks}
+LIVES: Final[Mapping[str, Life]] = {
+    "whole": whole,
+    "bounded": bounded,
+    "limited": limited,
+    "layered": layered,
+    "ranks": ranks,
+}
 
 _SAVING: Final = tuple(
     point for point in CRASH_POINTS if point.split(".")[0] in ("save", "commit", "create", "open", "fold")
@@ -172,6 +205,7 @@ _SAVING: Final = tuple(
 POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     "whole": tuple(CRASH_POINTS),
     "bounded": _SAVING,
+    "limited": (*_SAVING, *(point for point in CRASH_POINTS if point.startswith("gc."))),
     "layered": _SAVING,
     "ranks": (*_SAVING, *RANK_POINTS),
 }

@@ -27,7 +27,7 @@ def patched(text: str) -> str:
     """The text of a test file that uses our storage."""
     found = _FIRST_IMPORT.search(text)
     if found is None:
-        raise click.ClickException("a file imports nothing: it is no test of torch")
+        raise click.ClickException("a file imports nothing: it is not a test of torch")
     return text[: found.start()] + _LINE + text[found.start() :]
 
 

@@ -72,7 +72,7 @@ class PartDifference:
 
 
 def leaves(state: Any, path: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """All leaves in traversal order. Raises `TypeError` for a value that is no part of a demo state."""
+    """All leaves in traversal order. Raises `TypeError` for a value that is not part of a demo state."""
     if isinstance(state, dict):
         yield _text_leaf(path, type(state).__name__, json.dumps([[type(key).__name__, str(key)] for key in state]))
         for key, value in state.items():

@@ -33,7 +33,7 @@ def frozen() -> Path:
     """The folder from which the frozen version is imported; it is built if it is missing.
 
     Raises:
-        FrozenVersionError: this is no clone, its history is too short, or pip cannot build the wheel.
+        FrozenVersionError: this is not a clone, its history is too short, or pip cannot build the wheel.
     """
     commit = revision()
     folder = _PLACE / commit[:12]

@@ -84,7 +84,7 @@ def mutate_bytes(data: bytes, others: Sequence[bytes], source: random.Random) ->
 
 
 def mutate_json(data: bytes, others: Sequence[bytes], source: random.Random) -> bytes | None:
-    """One change of a JSON text's tree; None if `data` is no JSON."""
+    """One change of a JSON text's tree; None if `data` is not JSON."""
     try:
         value = json.loads(data)
         other = json.loads(source.choice(others)) if others else None

@@ -595,7 +595,7 @@ def _tags(folder: Path) -> None:
 
 
 def _tags_damaged(folder: Path) -> None:
-    """Slots with bad tags, which makes them damaged; then a checkpoint with a tag, which is no error."""
+    """Slots with bad tags, which makes them damaged; then a checkpoint with a tag, which is not an error."""
     hand = Hand(folder)
     hand.open()
     made = hand.segment(_texts(1, 2, 3))

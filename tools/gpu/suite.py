@@ -59,7 +59,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Whether nothing failed. A case that did not run because the time was up is no failure, and is reported."""
+        """Whether nothing failed. A case that did not run because the time was up is not a failure, and is reported."""
         return self.outcome in ("passed", "measured", "absent", "not run")
 
 

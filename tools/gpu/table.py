@@ -81,7 +81,7 @@ class Measured:
 
     @property
     def good(self) -> bool:
-        """Whether nothing failed. A way that does not exist here, or whose time never came, is no failure."""
+        """Whether nothing failed. A way that does not exist here, or whose time never came, is not a failure."""
         return not self.failed
 
     def median(self, *names: str) -> float | None:

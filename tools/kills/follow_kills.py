@@ -46,7 +46,7 @@ _PATIENCE: Final = 120.0
 
 
 class WrongError(AssertionError):
-    """A follower shows something that is no checkpoint of the run."""
+    """A follower shows something that is not a checkpoint of the run."""
 
 
 @dataclass(slots=True)

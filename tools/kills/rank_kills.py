@@ -6,7 +6,7 @@ Each life is a group of 2 to 4 processes over a TCPStore. The TCPStore is hosted
 torchrun, or by rank 0, as under mpirun. One rank is killed, or rank 0, or all, or the TCPStore's host. Then:
 
 - a checkpoint that was acknowledged to any rank is in the store, and every rank's own state of it is restored bit for
-  bit; a process that is no rank restores the states of all ranks, though their keys come in different orders;
+  bit; a process that is not a rank restores the states of all ranks, though their keys come in different orders;
 - a checkpoint that was reported to a rank as failed is not in the store (unless the outcome was reported as unknown);
 - a kill costs a rank at most the saves in flight (`max_in_flight`), and the steps of one batch;
 - no rank hangs, and each surviving rank gets an error of ours;
@@ -407,7 +407,7 @@ def check(root: Path, life: Life, size: int, promised: set[tuple[int, int]], cos
         stages = store.load(info.ref, framework="numpy")["stages"]
         expected = {f"stage{rank}": _stage(term, step, rank) for rank in range(rank_count(store.tree(info.ref)) or 1)}
         if stages.keys() != expected.keys():
-            raise Violation(f"{info.ref}: a process that is no rank has {sorted(stages)}, not {sorted(expected)}")
+            raise Violation(f"{info.ref}: a process that is not a rank has {sorted(stages)}, not {sorted(expected)}")
         _compare(stages, expected, info.ref)
     if found and not (report := store.verify()).ok:
         raise Violation(f"damage: {report}")

@@ -32,7 +32,7 @@ def changed_since(root: Path, revision: str) -> list[str]:
     """The Python files of the rooms that differ from git's `revision`, including uncommitted changes.
 
     Raises:
-        LookupError: git does not know the revision, or the tree is no git repository.
+        LookupError: git does not know the revision, or the tree is not a git repository.
     """
     commands = (
         ["git", "diff", "--name-only", "-z", "--end-of-options", revision, "--", *ROOMS],

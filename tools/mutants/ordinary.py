@@ -110,7 +110,7 @@ class _Finder(ast.NodeVisitor):
         """Text for people."""
 
     def visit_match_case(self, node: ast.match_case) -> None:
-        self._body(node.body)  # patterns are no expressions
+        self._body(node.body)  # patterns are not expressions
 
     def visit_Raise(self, node: ast.Raise) -> None:
         """The class of the error counts; its words are for people."""

@@ -158,6 +158,14 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"ckptstore/training/resume/{name}.py": _some("resume_changes", "checkpointer", "resume_properties")
         for name in ("module_fit", "optimizer_fit", "parameter_match", "part_fit", "resume_checks", "schedules")
     },
+    "ckptstore/training/loaders/prepared_batches.py": ("tests/integrations/test_accelerate.py",),
+    "ckptstore/training/layerwise/*": _some("layerwise"),
+    "ckptstore/training/replica/*": _some("sparse_replica", "checkpointer_replica", "device_replica"),
+    "ckptstore/training/optimizers/queued_entries.py": _some("topk", "sparse_replica", "device_replica"),
+    "ckptstore/training/optimizers/*": _some("topk", "planned_state", "torch_optimizers", "checkpointer"),
+    "ckptstore/training/retention.py": _some("rules_beside_a_run", "checkpointer"),
+    "ckptstore/training/save_reports.py": _some("slow_saves", "checkpointer"),
+    "ckptstore/training/settings.py": _some("checkpointer", "checkpointer_replica", "save_pace"),
     "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
     "ckptstore/maintenance/merge/*": _some(
         "diff_merge", "merging_diffs", "hostile_segments", "compaction", "rebuilding"

@@ -268,7 +268,7 @@ class _Finder(ast.NodeVisitor):
     def visit_IfExp(self, node: ast.IfExp) -> None:
         nothing = isinstance(node.orelse, ast.Constant) and node.orelse.value is None
         nothing_if = isinstance(node.body, ast.Constant) and node.body.value is None
-        # An encoder's choices are no checks; nor is the question whether a caller passed a function.
+        # An encoder's choices are not checks; nor is the question whether a caller passed a function.
         reads = self.decoder and nothing and not _ENCODES.match("".join(self.scopes[-1:]))
         if reads and not isinstance(node.test, ast.Name | ast.Attribute):
             self._atoms(node.test, True, "bounds")

@@ -40,7 +40,7 @@ class ArrivingRules:
     kills: int = 1
     stops: int = 0
     # -- the rules
-    waits: bool = True  # a torn newest slot is no damage yet
+    waits: bool = True  # a torn newest slot is not damage yet
     passes_over: bool = False  # a torn slot is treated as absent
     gives_up: bool = True
     growth_counts: bool = True  # the pauses are counted from the last growth

@@ -58,7 +58,7 @@ def assemble(root: Path, target: Path, homes: Mapping[str, str], training: list[
 def relinked(text: str, folder: str) -> str:
     """The links of a page of `folder`, changed for the site, where every page lies beside the others.
 
-    A link to a file that is no page (a source file) becomes the file's path in the repository.
+    A link to a file that is not a page (a source file) becomes the file's path in the repository.
     """
 
     def link(match: re.Match[str]) -> str:

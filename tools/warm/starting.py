@@ -78,6 +78,9 @@ class Warm:
 
     def close(self) -> None:
         """End the nursery, and every script that it has started."""
+        # Processes that were forked from this one, workers of a DataLoader for instance, have this socket, too.
+        with contextlib.suppress(OSError):  # the nursery is gone
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         self._nursery.wait()
 

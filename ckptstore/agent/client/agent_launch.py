@@ -93,7 +93,7 @@ def start_agent(
     startup = Path(__file__).parents[1] / "startup.py"
     if not startup.is_file():
         raise AgentError(
-            f"no agent can be started: {startup} is no file (is ckptstore imported from a zip archive?); an agent is "
+            f"cannot start an agent: {startup} is not a file (is ckptstore imported from a zip archive?); an agent is "
             "a process that runs this file: install ckptstore, or unpack the archive, or save without an agent"
         )
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

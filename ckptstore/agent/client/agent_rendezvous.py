@@ -1,7 +1,7 @@
 """Lets the trainers of a job agree, once, on how their agents find each other, through their group's mailbox.
 
 1. The ranks find each other (`write.ranks.rendezvous`). Each reports its machine, what keeps it from having an agent,
-   and which step its former agent kept.
+   and which step its earlier agent kept.
 2. Rank 0 posts ``answer/<session>/<rank>``: the token of the job and whether all kept the same step, or an error.
 
 From then on the agents use their own mailbox, which rank 0's agent serves and which outlives the trainers. The mailbox
@@ -41,7 +41,7 @@ class _RankReport:
         where: machine and runtime folder; agents find each other in that folder.
         size: size of its group.
         flaw: why it can have no agent; None: it can.
-        kept: the state that its former agent kept; None: none.
+        kept: the state that its earlier agent kept; None: none.
     """
 
     where: str
@@ -88,10 +88,10 @@ class AgentRendezvous:
             place: address of this rank's agent.
             listening: closes this process's copy of the listening socket that rank 0's agent inherits.
             flaw: why this rank can have no agent. It is sent to all ranks, and raised here.
-            kept: the state that this rank's former agent kept; None: none.
+            kept: the state that this rank's earlier agent kept; None: none.
 
         Raises:
-            MissingRankError: a rank did not come in time.
+            MissingRankError: a rank did not join in time.
             AgentBusyError, FailedRankError, RankMismatchError: a rank can have no agent, or is on another machine. No
                 agent was started.
         """
@@ -115,7 +115,7 @@ class AgentRendezvous:
         return RankJob(0, group.size, self.options, token, url, name, listener.fileno()), same
 
     def _join(self, base: str, said: _RankReport, flaw: BaseException | None) -> tuple[bytes, bool]:
-        """The side of a rank above 0 -> the token, and whether all kept the same step."""
+        """On a rank above 0: join rank 0 -> the token, and whether all kept the same step."""
         session, _ = unpack(self._await_letter(request_invitation(self.group, base), self.options.timeout), "invite")
         say_here(self.group, base, session, said.packed())
         if flaw is not None:
@@ -137,7 +137,7 @@ class AgentRendezvous:
         return letter
 
     def _gather_reports(self, base: str, session: str) -> dict[int, _RankReport]:
-        """Rank 0's side: wait for the other ranks -> their reports."""
+        """On rank 0: wait for the other ranks -> their reports."""
         told = "no agents were started", "this"
         letters = gather_ranks(self.group, base, session, self.options.timeout, told, lambda _rank, _size: None)
         return {rank: _RankReport.unpacked(letter, f"rank {rank}") for rank, letter in letters.items()}

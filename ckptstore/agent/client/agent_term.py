@@ -87,7 +87,7 @@ class AgentTerm:
         self.parent = self._serve(agent.greeting)
 
     def go_back(self, answer: Mapping[str, Any]) -> CheckpointInfo:
-        """The agent has opened a term at an earlier checkpoint -> that checkpoint."""
+        """Continue in the term that the agent has opened at an earlier checkpoint -> that checkpoint."""
         self.inherited = None
         self.parent = self._serve(answer)
         assert self.parent is not None  # the checkpoint that `rollback` named

@@ -55,6 +55,7 @@ class AgentSettings(TypedDict, total=False):
     diffs: DiffOptions | None
     on_metrics: OnMetrics | None
     keep: Sequence[str] | None
+    space: int | str | None
 
 
 def writer(
@@ -80,8 +81,8 @@ def writer(
             memory until then.
         group, ranks: as for `Store.writer`. Each rank of the group calls this and gets its own agent, all on one
             machine; they save one checkpoint together. If all agents kept the same step, successors continue from it.
-        settings: `staging_bytes`, `threads`, `max_in_flight`, `poll_seconds`, `deltas`, `diffs`, `on_metrics`, `keep`
-            as for `Store.writer`.
+        settings: `staging_bytes`, `threads`, `max_in_flight`, `poll_seconds`, `deltas`, `diffs`, `on_metrics`, `keep`,
+            `space` as for `Store.writer`.
 
     Raises:
         AgentBusyError: the agent of this store and name serves another live process.
@@ -134,6 +135,7 @@ def _options(settings: AgentSettings) -> WriterOptions:
         None,
         settings.get("on_metrics"),
         settings.get("keep"),
+        settings.get("space"),
     )
 
 

@@ -280,7 +280,7 @@ class ReplicaClient:
                 one.buffer.give_back()
             if error is not None and failed is not None:
                 lost = isinstance(error, AgentLostError)
-                failed(error if lost else CancelledError(f"the agent could not take the step again: {error}"))
+                failed(error if lost else CancelledError(f"the agent could not repeat the step: {error}"))
 
         def answered(answer: Future[Message]) -> None:
             error = answer.exception()

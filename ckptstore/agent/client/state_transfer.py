@@ -195,7 +195,7 @@ class StateTransfer:
         self._agent_term.buffers.prepare(agent.link, StateLayout.of(flat.tensors), 1 + self._options.max_in_flight)
 
     def promise(self, flat: FlatState, step: int, began: float) -> tuple[PendingSave, Failed]:
-        """A save of a state in the agent's own memory -> the save, and a callback for its failure."""
+        """Begin the save of a state in the agent's own memory -> the save, and a callback for its failure."""
         agent_term = self._agent_term
         agent_term.check_open()
         agent_term.failures.raise_unseen()

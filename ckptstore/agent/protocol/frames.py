@@ -223,7 +223,7 @@ class Channel:
                         raise AgentError(f"process {self.pid} stopped in the middle of a message") from None
                     continue
                 except OSError as error:
-                    raise AgentError(f"process {self.pid} cannot be heard: {error.strerror}") from error
+                    raise AgentError(f"process {self.pid} cannot be reached: {error.strerror}") from error
                 descriptor = _one_of(found, descriptor)
                 if not piece:
                     if first and not data:

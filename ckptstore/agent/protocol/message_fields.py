@@ -119,7 +119,7 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The tensors of a state in access order, and where they lie in a buffer."""
+    """The tensors of a state in access order, and where they are in a buffer."""
 
     tensors: tuple[TensorForm, ...]
 
@@ -135,7 +135,7 @@ class StateLayout:
 
     @cached_property
     def plan(self) -> RegionPlan:
-        """Where the tensors lie: as in the segments that will be written."""
+        """Where the tensors are: as in the segments that will be written."""
         return plan_regions(
             tuple((one.name, one.dtype, one.shape, one.global_shape, one.offset) for one in self.tensors)
         )
@@ -198,6 +198,7 @@ def options_form(options: WriterOptions) -> dict[str, Any]:
         "deltas": None if deltas is None else _fields(deltas),
         "diffs": None if diffs is None else _fields(diffs),
         "keep": None if options.keep is None else list(options.keep),
+        "space": options.space,
     }
 
 

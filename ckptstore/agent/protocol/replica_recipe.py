@@ -2,7 +2,7 @@
 
 Trainer and agent compute the same layout of an *area*, the shared memory of one step. It holds gradients, then the
 tensors that are sent whole, then digests of the tensors that the agent computes itself. In the place of a gradient may
-be its entries alone: int32 indices, then fp32 values.
+be only its entries: int32 indices, then fp32 values.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _check_made(rows: Sequence[Row], layout: StateLayout) -> None:
         weight = layout.tensors[row.weight]
         for name, number in row.slots:
             shape = layout.tensors[number].shape
-            # Prevents: memory that a fused kernel overwrites, because it goes by the size of the parameter alone.
+            # Prevents: memory that a fused kernel overwrites, because it goes only by the size of the parameter.
             if shape != weight.shape and math.prod(shape) != 1:
                 raise AgentError(f"{name} of {weight.name!r:.80} is {list(shape)}, not {list(weight.shape)}")
             if number in used:

@@ -91,9 +91,9 @@ class RankKeeper(SnapshotKeeper):
                 one.pending.exception()  # wait until it has ended, either way
         newest = self.newest
         waits = self._keeps_two and newest is not None and newest.durable is None  # durable: all ranks had given it
-        standing = {step: one.durability for step, one in held.items()}
+        durability = {step: one.durability for step, one in held.items()}
         try:
-            agreed = self._saves.agreed(standing, waits=waits, held_up=held_up)
+            agreed = self._saves.agreed(durability, waits=waits, held_up=held_up)
             why = "no step is on all ranks"
         except CkptError as error:
             agreed, why = None, str(error)

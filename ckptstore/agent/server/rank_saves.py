@@ -220,11 +220,11 @@ class RankSaves:
         common = set(held).intersection(*every)
         if not common:
             return None
-        standing = {step: {one[step] for one in every} for step in common}
-        # A step that failed on one rank is no checkpoint on any; the state before it may become one.
-        of_use = [step for step in common if DURABLE in standing[step] or standing[step] == {ALONE}]
+        durability = {step: {one[step] for one in every} for step in common}
+        # A step that failed on one rank is not a checkpoint on any; the state before it may become one.
+        of_use = [step for step in common if DURABLE in durability[step] or durability[step] == {ALONE}]
         step = max(of_use or common)
-        if standing[step] != {ALONE}:
+        if durability[step] != {ALONE}:
             return step, False
         self.last = max(self.last, step)
         self.conclude()

@@ -135,7 +135,7 @@ class ReplicaReplay:
         area = self._areas.get(number)
         # Prevents: a gradient that is made dense in memory which was given back, and may hold the newest state now.
         if area is None or self._keeper.pool.lent(number) is not area:
-            raise AgentError(f"buffer {number} is no area of this replica")
+            raise AgentError(f"buffer {number} is not an area of this replica")
         return area
 
     def _whole(self, form: Any) -> dict[int, Bytes]:

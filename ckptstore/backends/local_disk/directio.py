@@ -135,6 +135,11 @@ class FileSink(SegmentSink):
         # With the blocks and the length reserved, parallel writes need not extend the file one after the other.
         try:
             before = self._posix.fstat(descriptor).st_size
+            if self._room is not None:
+                if before > size and self._room.bound is not None and self._room.bound.active:
+                    self._posix.ftruncate(descriptor, size)
+                self._room.sharing.allocated(self._save, before)
+                self._room.fit()
             try:
                 self._posix.fallocate(descriptor, size)
             except OSError as error:
@@ -142,7 +147,7 @@ class FileSink(SegmentSink):
                     raise
                 self._posix.fallocate(descriptor, size)
             if self._room is not None:
-                self._room.sharing.allocated(self._save, size)
+                self._room.sharing.allocated(self._save, max(0, size - before))
         except OSError:
             # Only a hint: this system has no such call, or the guess was too high for the free space. The writes
             # themselves report a full disk, so give the space back before them.

@@ -43,6 +43,7 @@ from ckptstore.backends.local_disk.posix import SYSTEM, Posix, write_some
 from ckptstore.backends.local_disk.room import Room
 from ckptstore.backends.local_disk.spare_files import FULL, SpareFiles
 from ckptstore.backends.sharing import SaveSpace
+from ckptstore.backends.space_bound import Limit, SpaceBound
 from ckptstore.backends.store_names import canonical
 from ckptstore.backends.system_errors import ABSENCES, Attempt, reading, writing
 from ckptstore.errors import (
@@ -54,6 +55,7 @@ from ckptstore.errors import (
     UnsupportedBackendError,
 )
 from ckptstore.host.crash_points import crash_point
+from ckptstore.host.pages import BLOCK
 
 _NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 _NO_EXCLUSIVE_RENAME: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -113,7 +115,6 @@ class LocalBackend(Backend):
         self._recycling = Recycling(self._folders, posix, chosen_mode(recycle))
         self._spare = SpareFiles(self._folders, posix, self._recycling)
         self._room = Room(self._folders, posix, self._spare)
-        self._reclaim: Callable[[Backend], int] | None = None
         with reading(self.root):
             self._folders.attach()
             self.read_only = not self._folders.writable()
@@ -314,6 +315,7 @@ class LocalBackend(Backend):
 
     def check_space(self, nbytes: int) -> None:
         """See `Backend.check_space`. Checks only file systems that do not compress."""
+        super().check_space(nbytes)
         with writing(self.root), self._folders.made("") as handle:
             status = self._posix.statvfs(handle)
             if self._posix.file_system(handle) not in LOCAL or not status.f_blocks:  # 0 blocks: a tmpfs without a limit
@@ -332,19 +334,7 @@ class LocalBackend(Backend):
         def claimed() -> bool:
             return sharing.claim(nbytes, lambda: self._free(handle)) or sharing.claim(nbytes, spare)
 
-        tries = 0
-        while not claimed():
-            tries += 1
-            # Prevents: a save that fails because another save took the space that this one had freed.
-            if tries < _TRIES and self._room.collect():
-                continue
-            # Prevents: a save that fails while another is running whose commit retires what takes the space.
-            if sharing.outlast(sharing.here()):
-                tries = 0
-                continue
-            # Prevents: a save that fails because another thread reclaimed first. Claim the space that it freed.
-            return claimed()
-        return True
+        return sharing.claim_patiently(claimed, self._room.collect, _TRIES)
 
     def begin_save(self) -> SaveSpace:
         """See `Backend.begin_save`."""
@@ -358,7 +348,26 @@ class LocalBackend(Backend):
     def reclaim_with(self, reclaim: Callable[[Backend], int]) -> None:
         """See `Backend.reclaim_with`."""
         self._reclaim = reclaim
-        self._room.reclaim = partial(_reclaimed, weakref.ref(self), reclaim)
+        self._room.reclaiming.reclaim = partial(_reclaimed, weakref.ref(self), reclaim)
+
+    def limit_space(self, limit: Limit | None, retire: Callable[[], object] = lambda: None) -> None:
+        """See `Backend.limit_space`. Spare files count as free: they are deleted before new blocks are allocated."""
+        room = self._room
+        self.bound = room.bound = (
+            None
+            if limit is None
+            else SpaceBound(limit, self.segments_nbytes, room.sharing, room.reclaiming.collect, retire, self.url)
+        )
+
+    def segments_nbytes(self) -> int:
+        """See `Backend.segments_nbytes`. Counts whole blocks of the length of each file."""
+        total = 0
+        for folder, names in self._walk("seg/"):
+            with reading(f"{self.root}/{folder}"), suppress(*ABSENCES), self._folders.opened(folder[:-1]) as handle:
+                for name in names:
+                    with suppress(FileNotFoundError):
+                        total += -(-self._posix.stat(name, handle, follow=False).st_size // BLOCK) * BLOCK
+        return total
 
     def upkeep(self) -> AbstractContextManager[None]:
         """See `Backend.upkeep`."""

@@ -25,6 +25,7 @@ from ckptstore.backends.local_disk.folders import Folders
 from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.backends.local_disk.pmem_stores import Library, Stores, mapped
 from ckptstore.backends.local_disk.posix import SYSTEM, Posix
+from ckptstore.backends.local_disk.room import Room
 from ckptstore.backends.system_errors import writing
 from ckptstore.errors import CkptError, StorageError, UnsupportedBackendError
 from ckptstore.host.pages import BLOCK
@@ -59,18 +60,21 @@ class PmemSink(FileSink):
     Args:
         folders, key, posix, size_hint: see `FileSink`; a size hint that is too small costs another mapping.
         library: returns libpmem, or None.
+        room: as for `FileSink`.
     """
 
     _access = os.O_RDWR
 
-    def __init__(self, folders: Folders, key: str, posix: Posix, size_hint: int, library: Library) -> None:
+    def __init__(
+        self, folders: Folders, key: str, posix: Posix, size_hint: int, library: Library, room: Room | None = None
+    ) -> None:
         self._library = library
         self._regions: list[_Region] = []  # contiguous, from the start of the file to `_allocated`
         self._allocated = 0
         self._growing = threading.Lock()
         self._views: list[_Region] = []  # returned by `map` if no single region held the range
         self._lent: list[tuple[int, int]] = []  # ranges that `map` returned and that are not yet persisted
-        super().__init__(folders, key, posix, size_hint, direct=False)
+        super().__init__(folders, key, posix, size_hint, direct=False, room=room)
 
     def _reserve(self, descriptor: int, size: int) -> None:
         with suppress(OSError, CkptError):  # only a hint: the writes report what is wrong
@@ -87,11 +91,14 @@ class PmemSink(FileSink):
             begin = self._allocated
             if end <= begin:
                 return
-            ahead = max(end, min(2 * begin, begin + _GROWTH))
+            bound = self._room is not None and self._room.bound is not None and self._room.bound.active
+            ahead = end if bound else max(end, min(2 * begin, begin + _GROWTH))
             size = self._allocate(descriptor, begin, {-(-ahead // BLOCK) * BLOCK, -(-end // BLOCK) * BLOCK})
             memory, stores = mapped(self._posix, self._library, descriptor, begin, size - begin)
             self._regions.append(_Region(begin, memory, stores))
             self._allocated = size
+            if self._room is not None:
+                self._room.sharing.allocated(self._save, size - begin)
 
     def _allocate(self, descriptor: int, begin: int, sizes: set[int]) -> int:
         """Allocate the largest of `sizes` for which there is space -> that size."""
@@ -221,7 +228,7 @@ class PmemBackend(LocalBackend):
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:
         """See `Backend.open_sink`."""
         with writing(self._path(key)), self._folders.made(checked_key(key).rpartition("/")[0]):
-            return PmemSink(self._folders, key, self._posix, size_hint, self._library)
+            return PmemSink(self._folders, key, self._posix, size_hint, self._library, self._room)
 
     def probe(self) -> None:
         """See `Backend.probe`. Also checks that files can be allocated and mapped here."""

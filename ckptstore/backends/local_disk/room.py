@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -18,6 +18,7 @@ from ckptstore.backends.local_disk.overwriting import LOCAL
 from ckptstore.backends.local_disk.posix import Posix
 from ckptstore.backends.local_disk.spare_files import FULL, SpareFiles
 from ckptstore.backends.sharing import Sharing
+from ckptstore.backends.space_bound import Reclaiming, SpaceBound
 from ckptstore.errors import CkptError
 from ckptstore.host.pages import BLOCK
 
@@ -41,8 +42,9 @@ class Room:
     """Frees space in one store. Thread-safe.
 
     Attributes:
-        reclaim: deletes unneeded data -> its bytes; None: not set.
+        reclaiming: deletes unneeded data.
         sharing: the saves that are running.
+        bound: the store's own limit; None: it has none.
     """
 
     def __init__(self, folders: Folders, posix: Posix, spare: SpareFiles) -> None:
@@ -52,13 +54,12 @@ class Room:
             posix: the system calls.
             spare: spare files, which are deleted first.
         """
-        self.reclaim: Callable[[], int] | None = None
+        self.reclaiming = Reclaiming()
         self.sharing = Sharing()
+        self.bound: SpaceBound | None = None
         self._folders = folders
         self._posix = posix
         self._spare = spare
-        self._lock = threading.Lock()
-        self._freed = 0  # number of times that something was freed
         self._here = threading.local()
 
     def make(self) -> bool:
@@ -67,22 +68,12 @@ class Room:
 
     def collect(self) -> bool:
         """Delete unneeded data -> whether to try again."""
-        if self.reclaim is None or getattr(self._here, "reclaiming", False):
-            return False
-        before = self._freed
-        with self._lock:
-            if self._freed != before:  # another thread freed space while this one waited for the lock
-                return True
-            self._here.reclaiming = True
-            try:
-                freed = self.reclaim()
-            except CkptError:  # the save without space reports its own error
-                return False
-            finally:
-                self._here.reclaiming = False
-            self._spare.shrink(0)  # deleted segments may have been kept as spare files
-            self._freed += freed > 0
-        return freed > 0
+        return self.reclaiming.collect(lambda: self._spare.shrink(0))  # deleted segments may be spare files now
+
+    def fit(self) -> None:
+        """Before new blocks are allocated, delete spare files for which the store's limit leaves no space."""
+        if self.bound is not None and (left := self.bound.spare()) is not None:
+            self._spare.shrink(left)
 
     # -- the reserve
 

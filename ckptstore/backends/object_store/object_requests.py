@@ -214,13 +214,17 @@ class Requests:
 
     def keys(self, prefix: str) -> list[str]:
         """List the keys below a folder. Raises `StorageError`, `ForeignObjectError`."""
+        return list(self.sizes(prefix))
 
-        def call() -> list[str]:
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """List the keys below a folder, each with the bytes of its object. Raises as `keys`."""
+
+        def call() -> dict[str, int]:
             self.costs.count("list")
             batches = cancellable(lambda: list(obstore.list(self._once, prefix or None, chunk_size=_PAGE)))
-            keys = [found["path"] for batch in batches for found in batch]
-            self.costs.count("list", max(0, len(keys) - 1) // _PAGE)
-            return keys
+            found = {one["path"]: one["size"] for batch in batches for one in batch}
+            self.costs.count("list", max(0, len(found) - 1) // _PAGE)
+            return found
 
         return self._run("list", prefix, call)
 

@@ -31,7 +31,7 @@ class CheckpointPlace:
 
 
 def place_of(checkpoint_id: str | os.PathLike[str] | int | None, url: str | None, step: int | None) -> CheckpointPlace:
-    """The place that a ``checkpoint_id`` names: ``STORE/STEP``, ``STORE/step-STEP``, a step alone, or a store.
+    """The place that a ``checkpoint_id`` names: ``STORE/STEP``, ``STORE/step-STEP``, only a step, or a store.
 
     Args:
         checkpoint_id: as DCP passes it on; ``ckpt://`` before it is dropped. None: the place is `url` and `step`.
@@ -43,7 +43,9 @@ def place_of(checkpoint_id: str | os.PathLike[str] | int | None, url: str | None
     """
     if checkpoint_id is None:
         if url is None:
-            raise UsageError("which store: CkptstoreWriter(PATH_OR_URL), or checkpoint_id='PATH_OR_URL/STEP'")
+            raise UsageError(
+                "no store was named: use CkptstoreWriter(PATH_OR_URL), or checkpoint_id='PATH_OR_URL/STEP'"
+            )
         return CheckpointPlace(url, step)
     text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else str(checkpoint_id)
     text = text.removeprefix(_SCHEME).rstrip("/")
@@ -56,7 +58,8 @@ def place_of(checkpoint_id: str | os.PathLike[str] | int | None, url: str | None
         raise UsageError(f"checkpoint_id={checkpoint_id!r:.200} names no store: use 'PATH_OR_URL/STEP'")
     if url is not None and named.rstrip("/") != url.removeprefix(_SCHEME).rstrip("/"):
         raise UsageError(
-            f"checkpoint_id={checkpoint_id!r:.200} is of another store than {url!r}, which was passed first"
+            f"checkpoint_id={checkpoint_id!r:.200} names another store than {url!r}, which was passed to "
+            "the writer or reader"
         )
     return CheckpointPlace(named, step if number is None else number)
 

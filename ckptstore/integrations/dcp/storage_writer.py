@@ -90,7 +90,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
             UsageError: `group` is neither a group, None, nor ``world``.
         """
         if isinstance(group, str) and group != _WORLD:
-            raise UsageError(f"group={group!r:.80}: a process group, None, or {_WORLD!r}")
+            raise UsageError(f"group={group!r:.80}: expected a process group, None, or {_WORLD!r}")
         BlockingAsyncStager.__init__(self)
         self._url = None if store is None else os.fspath(store)
         self._step = step
@@ -135,7 +135,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state for ``async_save``. The saves of a store are written in the order of these calls.
 
-        DCP does not say here which ``checkpoint_id`` it is: so saves whose store that alone names wait for each other.
+        DCP does not say here which ``checkpoint_id`` it is: so saves whose store only that names wait for each other.
 
         Raises:
             UsageError: the last asynchronous save of this object is in flight.
@@ -242,7 +242,7 @@ def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
             if inner:
                 parts[name] = inner
     if ABOUT in state:
-        raise UsageError(f"{ABOUT!r} is the store's own name: call the value something else")
+        raise UsageError(f"{ABOUT!r} is reserved for the store: give the value another name")
     state[ABOUT] = {"planner": planner_form(plan.planner_data), "bytes": opaque, "parts": parts, "pieces": pieces}
     return state
 

@@ -1,4 +1,4 @@
-"""How a checkpoint of DCP stands in a store: a flat dict by DCP's names, and a member that describes it.
+"""How a checkpoint of DCP is stored in a store: a flat dict by DCP's names, and a member that describes it.
 
 `formats.states.dcp_member` says what that member has.
 """

@@ -1,4 +1,4 @@
-"""Plans a compaction and makes its moves one by one, beside a live writer or in its place (``compact``).
+"""Plans a compaction and makes its moves one by one, through a live writer or in its place (``compact``).
 
 Each move is one record (`move_execution`). After a kill, the next call plans again and makes the remaining moves.
 """
@@ -113,6 +113,8 @@ def planned_moves(
     wanted = {resolve(catalog, ref).node: ref for ref in limits.plain}
     mapped = frozenset(node for node, ref in wanted.items() if has_files(journal, ref))
     left = frozenset[Node]() if only is None else outside(catalog, only)
+    if beyond := sorted(left.intersection(wanted)):
+        raise UsageError(f"{', '.join(map(ref_of, beyond))}, to become an uncompressed full, is not in {only}")
     measured = measure(journal, catalog)
     planned = plan_moves(
         catalog,

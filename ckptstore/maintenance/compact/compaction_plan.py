@@ -1,6 +1,6 @@
 """Plans a compaction from a catalog, sizes and rates. Reads nothing, and does not depend on the time.
 
-1. *Drop* what no kept checkpoint needs. *Materialize* the checkpoints that are wanted as uncompressed fulls.
+1. *Drop* what no kept checkpoint needs. *Materialize* the checkpoints that were requested as uncompressed fulls.
 2. *Materialize* kept checkpoints that are the only reason for held bases to stay, if that frees more than it takes.
    A checkpoint that shares a segment with those bases and has another encoding gives up the one in that segment.
 3. *Materialize* kept checkpoints that take more links or time to restore than allowed, from the full upwards.
@@ -108,7 +108,7 @@ class _Planner:
         target = self._limits.target_bytes
         if target is not None and self._store.nbytes > target:
             unmet.append(
-                Unmet("", f"{self._store.nbytes} bytes stay, and {target} are wanted: no other move saves any")
+                Unmet("", f"{self._store.nbytes} bytes stay, more than the target of {target}: no other move saves any")
             )
         return Planned(tuple(self._moves), before, self._store.nbytes, slowest, self._slowest(), tuple(unmet))
 
@@ -134,9 +134,14 @@ class _Planner:
         passing = {node for node in self._store.catalog.checkpoints if not self._stays(node)}
         return self._refused | self._newest() | passing
 
-    # -- 2
+    # -- step 2 of the module's list
 
     def _free_bases(self) -> None:
+        """Add moves that free groups of held bases, so that nothing kept needs their segments any more.
+
+        `exits` build on a base of the group. `sharers` share a segment with one. Both may have to be rewritten, or only
+        the exits. The better choice is taken. `spared` need no rewrite: another encoding restores them.
+        """
         for component in list(self._store.components()):
             if component & self._busy:
                 continue

@@ -150,7 +150,7 @@ class _IdleCompactor:
         if planned.moves:
             author = _WriterAuthor(self._journal, self._writer)
             moves = make_moves(self._journal, author, planned, self._held_back)
-            # Its own records are no reason for another pass, but saves in the meantime are.
+            # Its own records are not a reason for another pass, but saves in the meantime are.
             end += sum(move.result == "done" for move in moves)
         self._seen = end
         return moves
@@ -185,7 +185,7 @@ class _IdleCompactor:
         """Warn of an error, once."""
         if (why := f"{type(error).__name__}: {error}") not in self._said:
             self._said.add(why)
-            warn(f"{self._journal.url}: compaction beside the saves failed: {why}")
+            warn(f"{self._journal.url}: compaction while the writer was idle failed: {why}")
 
     def _report(self, done: CompactPass) -> None:
         if self._options.on_pass is None:

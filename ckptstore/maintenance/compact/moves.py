@@ -57,7 +57,7 @@ class Rewrite:
 
     Attributes:
         node: (term, step).
-        base: the kept checkpoint that becomes its base; None: it becomes a full. Of a copy: its present base.
+        base: the kept checkpoint that becomes its base; None: it becomes a full. For a copy, its present base.
         nbytes: estimated size in bytes.
         plain: it becomes an uncompressed full, which other programs can map.
     """

@@ -14,7 +14,7 @@ def writer_bases(catalog: Catalog) -> frozenset[Node]:
     """Return the bases that are stored only for the newest checkpoint; empty, if the term says that its writer ended.
 
     A writer may encode the next checkpoint against the newest, or against the newest one's base. Without such a base it
-    starts with a full, which costs more than the base takes. What lies below a kept checkpoint does not concern the
+    starts with a full, which costs more than the base takes. The bases of a kept checkpoint do not concern the
     writer: that checkpoint stays, however it is stored.
     """
     opened = catalog.terms.get(catalog.term)

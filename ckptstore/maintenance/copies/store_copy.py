@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
 from ckptstore.formats.history.catalog import Catalog
@@ -89,7 +89,7 @@ def copy(
         threads: segments copied at once; None: up to four.
 
     Raises:
-        UsageError: the target is something else, lies in the store, or has been written to.
+        UsageError: the target is something else, is in the store, or has been written to.
         CheckpointNotFoundError: a REF names no checkpoint.
         CorruptionError: the store is damaged. What was copied so far stays, for another try.
         ReadOnlyError, StorageError: a medium failed, or cannot be written.
@@ -101,7 +101,7 @@ def copy(
     view = read(journal)
     _chosen(journal, view.catalog, names)  # raises before anything is written
     copying = _CopyRun(journal, view, target, tuple(names), form, progress, threads)
-    with alone(target, make=True):
+    with exclusive_access(target, make=True):
         tries = 0
         while True:
             try:
@@ -195,7 +195,7 @@ class _CopyRun:
 
 
 def check_apart(source: Backend, target: Backend) -> None:
-    """Raise `UsageError` if one place lies in the other, or if the copy would lie in some other store."""
+    """Raise `UsageError` if one place is in the other, or if the copy would be in some other store."""
     if isinstance(source, LocalBackend) and isinstance(target, LocalBackend):
         there, here = Path(target.root).resolve(), Path(source.root).resolve()
         if there == here or here in there.parents or there in here.parents:

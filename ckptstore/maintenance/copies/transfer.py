@@ -132,7 +132,9 @@ class Transfer:
         if opened.term in there.terms:
             return
         extra = {name: value for name, value in opened.extra.items() if name not in (CLOSED, HIGHEST, REACHED)}
-        if (reached := there.reached()) is not None:  # what this place has reached, which may be less than the source
+        if (
+            reached := there.reached()
+        ) is not None:  # the highest step of this copy, which may have less than the source
             extra[REACHED] = reached
         self._replica.open(
             OpenRecord(

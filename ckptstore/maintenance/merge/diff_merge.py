@@ -1,4 +1,4 @@
-"""Merges the diffs of a range into one segment, beside a live writer or in its place; retires its fulls on request.
+"""Merges the diffs of a range into one segment, through a live writer or in its place; retires its fulls on request.
 
 1. READ, choose, pin, READ again (`ckptstore.log.pins.claim`).
 2. Write the new segment under ``seg/<t>/`` of the newest term t, durable.

@@ -157,7 +157,7 @@ def _all_kept(
     # Steps that were written together are in one segment, or in one of each rank that wrote them.
     segments = {edge.segments for edge in edges.values()}
     if len(edges) < 2 or len(segments) < 2:
-        why = "lie in one segment" if len(edges) > 1 else "share their segments with checkpoints outside of it"
+        why = "are in one segment" if len(edges) > 1 else "share their segments with checkpoints outside of it"
         raise UsageError(f"nothing to merge: the diffs of {first.ref}..{last.ref} {why}")
     target = catalog.checkpoints[max(edges)]
     merged = tuple(edges[node] for node in sorted(edges))

@@ -45,7 +45,7 @@ class Rewritten:
 def rewrite(
     source: Backend, replica: LogCopy, catalog: Catalog, edges: Sequence[Encoding], run: str, threads: int
 ) -> Rewritten:
-    """Copy the chunks of `edges`: those of one damaged segment go into one new segment of the same term.
+    """Copy the chunks of the encodings `edges`: for each damaged segment into a new segment of the same term.
 
     Raises:
         CorruptSegmentError: a chunk has changed since it was verified.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.exclusion import alone
+from ckptstore.backends.exclusion import exclusive_access
 from ckptstore.errors import CorruptionError, StoreNotFoundError
 from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.commit_checks import needed
@@ -99,7 +99,7 @@ def repair(
     threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
     check_apart(source, target)
     look = _look(source, run)
-    with alone(target, make=True):
+    with exclusive_access(target, make=True):
         run, format_file = look.format_file.run, look.format_file
         replica = LogCopy(target, CopyOrigin(format_file, "repair", f"{run} of {source.url}"))
         journal = Journal(source, format_file)

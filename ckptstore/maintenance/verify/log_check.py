@@ -102,7 +102,7 @@ def check_folds_listed(backend: Backend, listed: Iterable[str]) -> list[str]:
 
 
 def _term_of(key: str, newest: int) -> int | None:
-    """Return the term in whose folder a key lies, by READ's rule: above the newest term any name counts."""
+    """Return the term in whose folder a key is, by READ's rule: above the newest term any name counts."""
     place = object_of(key)
     if place is not None:
         return place[0]

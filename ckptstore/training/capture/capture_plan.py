@@ -72,13 +72,13 @@ class StatePlan:
         names = {source.identity: name for name, source in whole.tensors.items()}
         stored = [one for each in self._watched for one in each.tensors if TorchSource(one).identity in names]
         self._tensors = WatchedTensors(stored)
-        self._standing = {names[source.identity]: source for source in map(TorchSource, stored)}
-        self._identities = {source.identity for source in self._standing.values()}
+        self._planned = {names[source.identity]: source for source in map(TorchSource, stored)}
+        self._identities = {source.identity for source in self._planned.values()}
         away = [one for one in whole.tensors.values() if isinstance(one, TorchSource) and not on_host(one.tensor)]
         self.on_host = not away
-        self._away = {name: one.tensor for name, one in self._standing.items() if one.stream}
+        self._away = {name: one.tensor for name, one in self._planned.items() if one.stream}
         self._streams = {one.tensor.device: one.stream for one in away}
-        tensors = ((name, one.tensor) for name, one in self._standing.items())
+        tensors = ((name, one.tensor) for name, one in self._planned.items())
         self._lazy = {name: one for name, one in tensors if one.is_conj() or one.is_neg()}
 
     @classmethod
@@ -91,18 +91,18 @@ class StatePlan:
         watched = captured.watched()
         if watched is None or len(jsontext.dumps(whole.tree)) * _OF_THE_LIMIT > TREE_LIMIT:
             return None
-        moving = captured.state(step, ranks, standing=True)
+        moving = captured.state(step, ranks, light=True)
         # With the same objects, so that it can be compared with the whole: generators return a new copy each time.
         light = bridge.flattened(_merged(moving, state))
         plan = cls(captured, whole, light, watched)
         try:
-            captured.with_standing(light.tree, whole.tree)
+            captured.add_planned(light.tree, whole.tree)
         except (KeyError, TypeError, ValueError):
             return None
         fits = (
             jsontext.dumps(light.tree) == jsontext.dumps(whole.tree)
-            and plan._standing.keys() | light.tensors.keys() == whole.tensors.keys()
-            and plan._standing.keys().isdisjoint(light.tensors)
+            and plan._planned.keys() | light.tensors.keys() == whole.tensors.keys()
+            and plan._planned.keys().isdisjoint(light.tensors)
         )
         return plan if fits else None
 
@@ -110,13 +110,13 @@ class StatePlan:
         """The tensors that are flattened in every step, in a complete tree; None: the plan does not hold any more."""
         if not all(one.unchanged() for one in self._watched) or not self._tensors.unchanged():
             return None
-        light = bridge.flattened(self._captured.state(step, ranks, standing=True))
+        light = bridge.flattened(self._captured.state(step, ranks, light=True))
         if _described(light) != self._light or self._captured.left_out != self._left_out:
             return None
         if any(source.identity in self._identities for source in light.tensors.values()):
             return None  # tied to a planned tensor: its name would be there twice
         try:
-            self._captured.with_standing(light.tree, self._tree)
+            self._captured.add_planned(light.tree, self._tree)
         except (KeyError, TypeError, ValueError):
             return None
         return light
@@ -133,19 +133,19 @@ class StatePlan:
         return FlatState(light.tree, {**self.tensors, **light.tensors})
 
     def __repr__(self) -> str:
-        return f"<StatePlan: {len(self._standing)} of {len(self.tensors)} tensors stand>"
+        return f"<StatePlan: {len(self._planned)} of {len(self.tensors)} tensors planned>"
 
     @property
-    def standing(self) -> Mapping[str, TorchSource]:
+    def planned(self) -> Mapping[str, TorchSource]:
         """The tensors that stay the same objects at the same addresses as long as the plan holds."""
-        return self._standing
+        return self._planned
 
     def copies(self, memory: Bytes) -> tuple[BatchedCopies, list[tuple[TorchSource, Bytes]]]:
         """The copies of these tensors: all contiguous ones at once, and strided ones to read one by one."""
         base = memory.__array_interface__["data"][0]
         whole: list[tuple[int, int, int]] = []
         strided: list[tuple[TorchSource, Bytes]] = []
-        for name, source in self._standing.items():
+        for name, source in self._planned.items():
             start, tensor = self.offsets[name], source.tensor
             if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
                 whole.append((base + start, tensor.data_ptr(), source.nbytes))

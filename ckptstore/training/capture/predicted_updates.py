@@ -77,7 +77,7 @@ class PredictedUpdates:
 
 
 def _place_of(count: Any, names: dict[Any, str], plan: StatePlan) -> int | None:
-    """Where a parameter's count is in a copy of the state; None: it is no fp32 number there."""
+    """Where a parameter's count is in a copy of the state; None: it is not an fp32 number there."""
     if not isinstance(count, torch.Tensor):
         return None
     source = TorchSource(count)

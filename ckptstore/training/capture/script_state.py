@@ -91,7 +91,7 @@ class ScriptState:
         self._model, self._optimizer, self._scheduler = given.model, given.optimizer, given.scheduler
         self._scaler, self._compressor = given.scaler, given.compressor
         self._extra, self._given = given.extra, given.extra_objects
-        self._standing_extra: list[str] = []  # the modules among them, since `watched`
+        self._planned_extra: list[str] = []  # the modules among them, since `watched`
         self.models: list[torch.nn.Module] = flat(given.model)
         self.optimizers: list[torch.optim.Optimizer] = flat(given.optimizer)
         self.sharding = sharding(one for model in self.models for one in model.parameters())
@@ -149,18 +149,18 @@ class ScriptState:
         names += [f"extra.{name}" for name, one in given if not is_stateful(one) or getattr(one, "per_rank", False)]
         return ("random", "loader", "compressor", *(glob.escape(name) for name in names))
 
-    def state(self, step: int, ranks: int = 1, *, standing: bool = False) -> dict[str, Any]:
+    def state(self, step: int, ranks: int = 1, *, light: bool = False) -> dict[str, Any]:
         """Everything that the next step depends on, with the script's own tensors, not copies.
 
         Args:
-            standing: leave out what `with_standing` puts in.
+            light: leave out what `add_planned` puts in.
         """
         found: dict[str, Any] = {"format": FORMAT, "step": step}
         if self._frozen is not None:
             self._frozen.compare()
-        found["model"] = None if standing else states(self._model, self._state_of_module)
+        found["model"] = None if light else states(self._model, self._state_of_module)
         if self._optimizer is not None:
-            found["optimizer"] = states(self._optimizer, _numbers if standing else _state_of_optimizer)
+            found["optimizer"] = states(self._optimizer, _numbers if light else _state_of_optimizer)
         if self._scheduler is not None:
             found["scheduler"] = states(self._scheduler, _state_of)
         if self._scaler is not None:
@@ -170,10 +170,10 @@ class ScriptState:
         if self._compressor is not None:
             found["compressor"] = self._compressor.state_dict()
         if self._extra:
-            left_out = self._standing_extra if standing else ()
+            left_out = self._planned_extra if light else ()
             found["extra"] = {name: None if name in left_out else get() for name, (get, _) in self._extra.items()}
         found["random"] = self.random = rng.global_states()
-        if script := self._script(standing=standing):
+        if script := self._script(light=light):
             found["script"] = script
         found["environment"] = self.environment(ranks)
         return found
@@ -182,22 +182,22 @@ class ScriptState:
         state = bare_state(module.state_dict())
         return state if self._frozen is None else self._frozen.without(module, state)
 
-    def _script(self, *, standing: bool) -> dict[str, Any]:
+    def _script(self, *, light: bool) -> dict[str, Any]:
         """The record that a resumed script is compared with."""
-        found: dict[str, Any] = {"model": None if standing else states(self._model, module_fit.described)}
+        found: dict[str, Any] = {"model": None if light else states(self._model, module_fit.described)}
         if self._frozen is not None:
             found["left_out"] = states(self._model, self._frozen.record)
         if self._optimizer is not None:
-            paths = {} if standing else self.given.paths()
+            paths = {} if light else self.given.paths()
             found["optimizer"] = (
-                None if standing else states(self._optimizer, partial(optimizer_fit.described, paths=paths))
+                None if light else states(self._optimizer, partial(optimizer_fit.described, paths=paths))
             )
         if self._scheduler is not None:
             found["scheduler"] = states(self._scheduler, schedules.described)
         extra: dict[str, Any] = {}
         for name, one in self._given.items():
             if isinstance(one, torch.nn.Module):
-                extra[name] = None if standing and name in self._standing_extra else module_fit.described(one)
+                extra[name] = None if light and name in self._planned_extra else module_fit.described(one)
             elif isinstance(one, torch.optim.Optimizer):
                 extra[name] = optimizer_fit.described(one, self.given.paths())
             elif schedules.is_schedule(one):
@@ -227,23 +227,23 @@ class ScriptState:
         return described(optimizers, ranks, self.sharding)
 
     def watched(self) -> tuple[list[WatchedModule], list[WatchedOptimizer]] | None:
-        """The objects that `with_standing` puts into a state, watched; None: one of them cannot be watched."""
-        self._standing_extra = [
+        """The objects that `add_planned` puts into a state, watched; None: one of them cannot be watched."""
+        self._planned_extra = [
             name for name, one in self._given.items() if isinstance(one, torch.nn.Module) and is_plain_module(one)
         ]
-        modules = [*self.models, *(self._given[name] for name in self._standing_extra)]
+        modules = [*self.models, *(self._given[name] for name in self._planned_extra)]
         if not all(map(is_plain_module, self.models)) or not all(map(is_plain_optimizer, self.optimizers)):
             return None
         return list(map(WatchedModule, modules)), list(map(WatchedOptimizer, self.optimizers))
 
-    def with_standing(self, tree: Any, whole: Any) -> None:
-        """Complete the tree of a state that was taken with ``standing``, from a whole one.
+    def add_planned(self, tree: Any, whole: Any) -> None:
+        """Complete the tree of a state that was taken with ``light``, from a whole one.
 
         That adds the modules, and everything in an optimizer but the numbers of its groups.
         """
         tree["model"] = whole["model"]
         tree["script"]["model"] = whole["script"]["model"]
-        for name in self._standing_extra:
+        for name in self._planned_extra:
             tree["extra"][name] = whole["extra"][name]
             tree["script"]["extra"][name] = whole["script"]["extra"][name]
         if self._optimizer is None:

@@ -204,7 +204,7 @@ def place(tensor: torch.Tensor) -> Hashable | None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a DTensor what this rank has of it; any other tensor is that itself."""
+    """This rank's part of a DTensor; any other tensor itself."""
     if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
         return tensor
     to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)

@@ -17,8 +17,8 @@ A checkpoint is bit for bit what ``writer.save(state(), step)`` would have store
 **What overlaps** depends on the optimizers, because only their step hooks are used:
 
 - One optimizer for all (fused, foreach or not): all layers change in one call. Copies overlap the next forward and
-  backward, and the gate of every layer stands before the next ``optimizer.step()``.
-- Several optimizers, one for each layer or parameter: a layer's gate stands before the step of its own optimizers.
+  backward, and the gate of every layer is before the next ``optimizer.step()``.
+- Several optimizers, one for each layer or parameter: a layer's gate is before the step of its own optimizers.
   After `begin` its copy starts right after that step, while the other layers are still being updated.
 - The optimizer in backward (an optimizer for each parameter, whose ``step`` is called by
   ``register_post_accumulate_grad_hook``) works the same: updates, copies and gates happen within backward.
@@ -141,14 +141,14 @@ class LayerwiseSnapshots:
             how = next((name for name in ("fused", "foreach") if self._optimizers[0].defaults.get(name)), "")
             name = f"{how} {type(self._optimizers[0]).__name__}".strip()
             return (
-                f"one optimizer ({name}) updates all {len(self.layers)} layers in one call: their gates stand before "
+                f"one optimizer ({name}) updates all {len(self.layers)} layers in one call: their gates are before "
                 "its step, and copies overlap forward and backward"
             )
         alone = [number for number, layers in enumerate(self._gated) if len(layers) == 1]
         single = sum(layer.optimizers <= set(alone) for layer in self.layers)
         return (
             f"{len(self._optimizers)} optimizers update {len(self.layers)} layers ({single} of them have one of their "
-            "own): each layer's gate stands before the step of its own optimizers; after begin() copies overlap the "
+            "own): each layer's gate is before the step of its own optimizers; after begin() copies overlap the "
             "rest of the update as well"
         )
 
@@ -394,4 +394,4 @@ def _checked(optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     if isinstance(found, Sequence) and found and all(isinstance(one, torch.optim.Optimizer) for one in found):
         return list(found)
     inner = " (its .optimizer is one)" if isinstance(getattr(found, "optimizer", None), torch.optim.Optimizer) else ""
-    raise UsageError(f"optimizers: {type(found).__name__}; a torch.optim.Optimizer is wanted{inner}, or several")
+    raise UsageError(f"optimizers: {type(found).__name__}; expected a torch.optim.Optimizer{inner}, or several")

@@ -275,7 +275,7 @@ class CountedBatches:
             sampler.set_epoch(epoch)
             self._remarks.append(
                 f"the sampler's epoch was set to {now}, but the checkpoint is in the middle of epoch {epoch}, which "
-                f"continues: call set_epoch({epoch}) for it, and count on from there"
+                f"continues: call set_epoch({epoch}) for it, and continue to count from there"
             )
             self.remark()
         self._set(begun)
@@ -452,7 +452,7 @@ class CountedBatches:
             self._raises = True
             _LOG.warning(
                 "%s.state_dict() raises %s: %s. Its batches are counted: a resumed run loads the epoch's batches again "
-                "up to its place",
+                "up to its position",
                 type(self.loader).__name__,
                 type(error).__name__,
                 error,
@@ -468,7 +468,7 @@ class CountedBatches:
             if saved["begun"] is None:
                 raise
             _LOG.warning(
-                "%s.load_state_dict() raises %s: %s. The epoch's batches up to its place are loaded again",
+                "%s.load_state_dict() raises %s: %s. The epoch's batches up to its position are loaded again",
                 type(self.loader).__name__,
                 type(error).__name__,
                 error,

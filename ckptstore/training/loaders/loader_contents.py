@@ -77,7 +77,7 @@ def composition(dataset: Any, like: Mapping[str, Any] | None = None, depth: int 
         samples = len(node) if like is None else min(len(node), like["samples"])
         digest_of_all = _digest_of(node, samples)
     except (TypeError, ValueError, IndexError, OverflowError, RuntimeError, NotImplementedError, AttributeError):
-        return None  # such as indices that are no numbers
+        return None  # such as indices that are not numbers
     held = [one for leaf in leaves.values() for one in _held(leaf.dataset)]
     pairs = itertools.zip_longest(held, () if like is None else like["inside"][: len(held)])
     inside = [composition(one, beside, depth + 1) for one, beside in pairs]
@@ -85,7 +85,7 @@ def composition(dataset: Any, like: Mapping[str, Any] | None = None, depth: int 
 
 
 def same_samples(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> bool:
-    """Whether a dataset still begins with its former samples; True if one of them is unknown.
+    """Whether a dataset still begins with its earlier samples; True if one of them is unknown.
 
     Args:
         before: a composition.
@@ -142,7 +142,7 @@ class _Taken:
         inner, length = self.indices[indices], len(self.whole)
         inner = np.where(inner < 0, inner + length, inner)
         if len(inner) and (inner.min() < 0 or inner.max() >= length):
-            raise IndexError("an index that is no sample")
+            raise IndexError("an index that is not a sample")
         return self.whole.resolved(inner)
 
 
@@ -214,7 +214,7 @@ def _held(leaf: Any) -> list[Any]:
 def _numbers(indices: Any) -> _INDICES:
     found = indices.detach().cpu().numpy() if isinstance(indices, torch.Tensor) else np.asarray(indices)
     if found.size and (found.dtype.kind not in "iu" or found.ndim != 1):
-        raise TypeError("indices that are no whole numbers")
+        raise TypeError("indices that are not whole numbers")
     return found.astype(np.int64).reshape(-1)
 
 

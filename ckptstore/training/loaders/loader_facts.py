@@ -105,7 +105,7 @@ def facts(
     Args:
         contents: whether to read the contents of sampler and dataset. That reads all indices: do it once in an epoch.
         made: ``made_with`` and ``stream`` when the loader was new.
-        beside: the facts to compare with. Of a dataset that grew, only its former samples are read.
+        beside: the facts to compare with. If a dataset has grown, only its earlier samples are read.
     """
     dataset = getattr(loader, "dataset", None)
     like = None if beside is None else beside.get("composition")
@@ -324,7 +324,7 @@ def _drawn_from(loader: Any) -> str | None:
         if any(isinstance(one, rng.Generator) for one in getattr(sampler, "__dict__", {}).values()):
             return "a generator of the sampler's own"
     # torch's own sampler draws its seed from the global generator, after the loader has drawn one from its own.
-    beside = "" if loader.generator is None else ", beside a generator of the loader's own"
+    beside = "" if loader.generator is None else ", in addition to the loader's own generator"
     return f"the global random numbers{beside}"
 
 

@@ -69,8 +69,8 @@ def plan_loader(loader: Any, saved: Mapping[str, Any], made: Mapping[str, Any]) 
     if saved["begun"] is None:
         if saved["inner"] is not None and not asks:
             raise FormatError(
-                f"loader: the checkpoint holds the state of a loader that says where it is, and "
-                f"{type(loader).__name__} cannot be sent there. Give the loader that was saved, with as many "
+                f"loader: the checkpoint holds the state of a loader that saved its own position, and "
+                f"{type(loader).__name__} cannot restore it. Give the loader that was saved, with as many "
                 "worker processes, or leave loader= out"
             )
         said = _report(changed, "its own state says where it continues", prevents=True) if asks else ()

@@ -202,7 +202,8 @@ class PreparedBatches(CountedBatches):
         self.loader.set_epoch(wanted)
         warn(
             f"the loader's epoch was set to {now}, but the checkpoint is in the middle of epoch {wanted}, which "
-            f"continues: call set_epoch({wanted}) for it, and count on from there (checkpointer.loader.iteration)",
+            f"continues: call set_epoch({wanted}) for it, and continue to count from there "
+            "(checkpointer.loader.iteration)",
             DeterminismWarning,
         )
 

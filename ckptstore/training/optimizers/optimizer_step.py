@@ -108,7 +108,7 @@ class OptimizerStep:
         ):
             inner = " (its .optimizer is one)" if _wraps(optimizer) else ""
             raise UsageError(
-                f"optimizer: {type(optimizer).__name__}; a torch.optim.Optimizer is wanted{inner}, or several"
+                f"optimizer: {type(optimizer).__name__}; expected a torch.optim.Optimizer{inner}, or several"
             )
         moved = [_have_gradients(one) if kind_of(one) is not None else [] for one in optimizers]
         any_moved = any(map(any, moved))

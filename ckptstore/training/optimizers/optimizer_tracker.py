@@ -59,7 +59,7 @@ class OptimizerTracker:
     ) -> None:
         """
         Args:
-            compressor: knows which entries of the gradients are left.
+            compressor: tells which entries of the gradients it has kept.
             scaler: a `GradScaler`, whose scale falls with every step that it skips; None: nothing is skipped.
         """
         self.loaded = False
@@ -70,7 +70,7 @@ class OptimizerTracker:
         self._last_scale = self._scale()
         self._counts = [0] * len(self._optimizers)
         self._steps: list[NotedStep | None] = [None] * len(self._optimizers)
-        self._trouble = ""  # of a hook, since `collected`
+        self._trouble = ""  # why a hook failed since `collected`
         self._sparse: list[Mapping[torch.Tensor, SparseGradient | LateGradient]] = [{} for _ in self._optimizers]
         self._hooks: list[Any] = []
 
@@ -121,7 +121,7 @@ class OptimizerTracker:
         self._counts, self._steps, self._trouble = [0] * len(counts), [None] * len(counts), ""
         why = None
         if self._predict and max(counts, default=0) > 1:  # two steps cannot be explained as one
-            why = f"{max(counts)} optimizer steps lie between it and the checkpoint before, and one can be explained"
+            why = f"{max(counts)} optimizer steps since the previous checkpoint, and only one can be explained"
         elif self._predict and trouble:
             why = f"the optimizer's step could not be noted ({trouble})"
         return CollectedSteps(self._optimizers, counts, steps, predicted=self._predict and why is None, why=why)

@@ -358,7 +358,7 @@ class _Sent:
     ) -> None:
         """
         Args:
-            starts: where each gradient starts, if they lie one after another.
+            starts: where each gradient starts, if they are stored one after another.
             places: which entries of all; None: see `picked`.
         """
         self.picked = picked
@@ -396,7 +396,7 @@ def _entries(values: torch.Tensor) -> int:
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Which entries have the largest magnitudes, in no order: a function of the values alone, so that runs repeat.
+    """Which entries have the largest magnitudes, in no order: a function of only the values, so that runs repeat.
 
     A processor looks for them among those above a magnitude that a sample suggests, and among all if these are too few
     (a GPU's own selection takes one launch). NaN is the largest, as `torch.topk` has it: it is sent, not kept for ever.

@@ -8,7 +8,7 @@ changed it. If that happens in several steps, gradients are not copied during ba
 With a compressor (`TopKHook`) only the entries of a gradient that are left are copied, before the optimizer's step.
 
 Gradients on a CUDA device are copied before the optimizer's step, too. The device does that: the copies are queued, and
-the step that is queued afterwards waits for them on the device. Of a compressed gradient only indices and values leave
+the step that is queued afterwards waits for them on the device. Only indices and values of a compressed gradient leave
 the device. A thread sorts them into the area when they are there, and tells the agent of the step after that.
 """
 

@@ -387,11 +387,11 @@ class ReplicaSaves(StateSaves):
         if names:
             self._consumed.differed(replicated.recipe.rows_of(wrong))
             self._remark(
-                f"replica: {names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} became something else "
-                "than the optimizer's arithmetic says, and that step is not saved (weights that are changed beside the "
-                "optimizer: clamped, averaged, swapped; gradients that a hook changes): such tensors are sent whole "
-                "with the next step, the agent computes the others, and where it happens again that tensor is sent in "
-                "every step"
+                f"replica: the agent computed other values than training for {names[0]}"
+                f"{f' and {len(names) - 1} others' if len(names) > 1 else ''}, so that step is not saved (weights are "
+                "changed outside the optimizer: clamped, averaged, swapped; or a hook changes gradients). Such tensors "
+                "are sent whole with the next step, and the agent computes the others. A tensor that differs again is "
+                "sent in every step"
             )
 
     def _remark(self, text: str) -> None:
@@ -486,7 +486,7 @@ class _Form:
         out = self._recipe.digests_in(area.memory)
         if self._away:
             filled.arriving.append(self._digested(flat, out))
-        copies, others = self._standing(area)
+        copies, others = self._planned_copies(area)
         copies.run(pool)
         queued: dict[str, tuple[TensorSource, Bytes]] = {}
         for number in others:
@@ -525,7 +525,7 @@ class _Form:
         copies = {name: (one, buffer.memory[start : start + one.nbytes]) for name, one, start in sources}
         filled.copied(copies, buffer, agent, pool)
 
-    def _standing(self, area: BorrowedBuffer) -> tuple[BatchedCopies, list[int]]:
+    def _planned_copies(self, area: BorrowedBuffer) -> tuple[BatchedCopies, list[int]]:
         """The copies of tensors that stay the same objects, and the positions of all others that are sent."""
         found = self._copies.get(area.number)
         if found is not None:
@@ -533,9 +533,9 @@ class _Form:
         base = _address(area.memory)
         whole: list[tuple[int, int, int]] = []
         others: list[int] = []
-        standing = {} if self._plan is None else self._plan.standing
+        planned = {} if self._plan is None else self._plan.planned
         for number, start in self._recipe.places.items():
-            source = standing.get(self._names[number])
+            source = planned.get(self._names[number])
             if isinstance(source, TorchSource) and _lies_there(source):
                 whole.append((base + start, source.tensor.data_ptr(), source.nbytes))
             else:

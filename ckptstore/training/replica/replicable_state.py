@@ -34,12 +34,12 @@ def check_replicable(captured: ScriptState) -> None:
     """
     other = "take strategy='gradient' or 'delta', which are as exact"
     if not captured.optimizers:
-        raise UsageError("strategy='replica': there is no optimizer whose steps an agent could take again")
+        raise UsageError("strategy='replica': there is no optimizer whose steps an agent could repeat")
     for optimizer in captured.optimizers:
         kind = type(optimizer)
         if kind.__name__ not in KINDS or kind is not getattr(torch.optim, kind.__name__):
             raise UsageError(
-                f"strategy='replica': an agent takes the steps of torch.optim's {', '.join(KINDS)} again, bit for bit; "
+                f"strategy='replica': an agent repeats the steps of torch.optim's {', '.join(KINDS)} bit for bit; "
                 f"the arithmetic of {kind.__module__}.{kind.__qualname__} is not known: {other}"
             )
         for group in optimizer.param_groups:
@@ -72,7 +72,7 @@ class Replicable:
 
     Attributes:
         recipe: the instructions for the agent.
-        parameters: the parameters of the recipe's rows, in their order. Of a DTensor this rank's part is computed.
+        parameters: the parameters of the recipe's rows, in their order. For a DTensor this rank's part is computed.
         sources: the state's tensors by position. Those that the agent computes are the same objects in every step.
     """
 
@@ -129,7 +129,7 @@ class Replicable:
 def _rows(
     optimizers: Sequence[torch.optim.Optimizer], numbers: Mapping[Any, int], sources: Sequence[Any]
 ) -> Iterator[tuple[Row, set[int], torch.Tensor]]:
-    """The parameters in the state -> row, positions of the tensors of its shape, parameter."""
+    """For each parameter in the state: its row, the positions of its tensors of the same shape, the parameter."""
     for place, optimizer in enumerate(optimizers):
         for group, settings in enumerate(optimizer.param_groups):
             for parameter in settings["params"]:

@@ -20,7 +20,7 @@ _HOOKS: Final = "_load_state_dict_pre_hooks"
 
 
 def described(module: torch.nn.Module) -> dict[str, Any]:
-    """What a checkpoint records of a module beside its state: the frozen or the trained parameters, whichever list is
+    """What a checkpoint records of a module besides its state: the frozen or the trained parameters, whichever list is
     shorter."""
     kinds = _trained(module)
     frozen, trained = ([name for name, one in kinds.items() if one is wanted] for wanted in (False, True))
@@ -91,7 +91,7 @@ class ModuleFit:
         self.foreign = bool(self._own)
         self.fitting: dict[str, Any] = {}
         self._repeated: dict[str, torch.Tensor] = {}  # several elements share memory
-        self._standing: set[str] = set()  # has the checkpoint's bits already
+        self._already_equal: set[str] = set()  # has the checkpoint's bits already
         self._whole = "" in self._own
         if not self._whole:
             self._compare()
@@ -134,7 +134,7 @@ class ModuleFit:
             self._check_restored([name for name in answer.missing_keys if not self._is_left_out(name)], answer)
             return
         partial = bool(self.differences)
-        apart = self._repeated.keys() | self._standing
+        apart = self._repeated.keys() | self._already_equal
         fitting = {name: one for name, one in self.fitting.items() if name not in apart}
         strict = not partial and not apart and not self._left_out
         answer = self._module.load_state_dict(fitting, strict=strict)
@@ -170,7 +170,7 @@ class ModuleFit:
             else:
                 self.differences.append(f"{self.path}.{name}: the script's has none (checkpoint: {_form(value)})")
         for prefix in self._own:
-            self._standing |= self._frozen_alike(prefix, live, names)
+            self._already_equal |= self._frozen_alike(prefix, live, names)
 
     def _frozen_alike(self, prefix: str, live: Mapping[str, Any], names: Mapping[str, str]) -> set[str]:
         """The names in a module with its own loading code, if it is frozen and has the checkpoint's bits; else none.

@@ -38,7 +38,7 @@ def names_of(optimizer: torch.optim.Optimizer, paths: Mapping[int, Sequence[str]
 
 
 def described(optimizer: torch.optim.Optimizer, paths: Mapping[int, Sequence[str]]) -> dict[str, Any]:
-    """What a checkpoint records of an optimizer beside its state: its class, its parameters' names by number."""
+    """What a checkpoint records of an optimizer besides its state: its class, its parameters' names by number."""
     names = [name or None for group in names_of(optimizer, paths) for name in group]
     return {"class": type(optimizer).__qualname__, "parameters": names}
 
@@ -258,7 +258,7 @@ def _is_kind(optimizer: torch.optim.Optimizer, name: str) -> bool:
         return False
     pairs: list[tuple[type, type]] = [(type(optimizer), other)]
     if (mine := kind_of(optimizer)) is not None and name in KINDS:
-        pairs.append((KINDS[mine].settings, KINDS[name].settings))  # AdamW is no Adam in every torch
+        pairs.append((KINDS[mine].settings, KINDS[name].settings))  # AdamW is not an Adam in every torch
     return any(issubclass(one, its) or issubclass(its, one) for one, its in pairs)
 
 

@@ -112,7 +112,7 @@ def uncastable(value: Any, after: torch.dtype) -> str:
     """Why a checkpoint's tensor cannot be cast to a dtype, for messages; empty: it loses only precision.
 
     Args:
-        value: a tensor of any shape, or an entry that describes one. Of an entry only the dtypes are compared.
+        value: a tensor of any shape, or an entry that describes one, of which only the dtype is compared.
     """
     form = form_of(value)
     if form is None or form[0] == after:

@@ -164,14 +164,14 @@ class Comparison:
             error.add_note(
                 f"restoring {at} failed; the script's other objects are as they were before"
                 + (f", except {some(left)}, which could not be put back" if left else "")
-                + '. resume(parts=["model"]) restores those parts alone'
+                + '. resume(parts=["model"]) restores only those parts'
             )
             raise
 
     # -- the parts
 
     def _each(self, part: str, state: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-        """The objects of a part -> path, object, its state, its description."""
+        """For each object of a part: path, object, its state, its description."""
         mine, about = self._given.of(part), self._about.get(part)
         if isinstance(mine, dict):
             there = set(state) if isinstance(state, dict) else set()
@@ -340,7 +340,7 @@ def _refused(differences: Sequence[str], ref: str) -> str:
     count = f"{len(differences)} difference{'' if len(differences) == 1 else 's'}"
     return (
         f"checkpoint {ref} does not fit the script ({count}), and nothing was restored:{listed}{rest}\n"
-        'resume(parts=["model"]) restores the named parts alone, resume(strict=False) what fits of all; both say '
+        'resume(parts=["model"]) restores only the named parts, resume(strict=False) everything that fits; both say '
         "what they leave out"
     )
 

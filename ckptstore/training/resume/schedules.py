@@ -45,7 +45,7 @@ _VERSION: Final = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 
 
 def described(schedule: Any) -> dict[str, Any]:
-    """What a checkpoint records of a schedule beside its state: class, functions, and the same of inner schedules."""
+    """What a checkpoint records of a schedule besides its state: class, functions, and the same of inner schedules."""
     schedule = _inner(schedule)
     found: dict[str, Any] = {"class": type(schedule).__qualname__}
     if functions := [_function(one) for one in _functions(schedule)]:

@@ -1,7 +1,7 @@
 """A save whose snapshot is filled layer by layer while training continues (LightCheck, section III-B).
 
 The training loop declares that a layer will not change for now: `LayeredSave.ready`. Threads then copy it. Before the
-layer changes again, `LayeredSave.wait` waits for the copy of that layer alone. Tensors of no layer are copied during
+layer changes again, `LayeredSave.wait` waits only for the copy of that layer. Tensors of no layer are copied during
 `LayeredSave.finish`. Its snapshot arrives when the last layer is copied, as one arrives that a device copies: it is
 stored like any other.
 """
@@ -100,7 +100,7 @@ class OpenSave:
             return
         if self._save() is not None:
             raise UsageError(
-                f"the layer-wise save of step {self.job.step} is not over: finish or abandon it before the next save"
+                f"the layer-wise save of step {self.job.step} has not ended: finish or abandon it before the next save"
             )
         self.abandon()
 

@@ -114,7 +114,7 @@ class Snapshot:
         return mine is not None and (mine.dtype, mine.nbytes) == (source.dtype, source.nbytes)
 
     def turned(self, flat: FlatState, room: Mapping[str, Bytes]) -> Snapshot:
-        """The snapshot of `flat` in this memory: every tensor lies in `room`. This snapshot is invalid after that."""
+        """The snapshot of `flat` in this memory: every tensor is in `room`. This snapshot is invalid after that."""
         tensors: dict[str, TensorSource] = {name: HostTensor(one, room[name]) for name, one in flat.tensors.items()}
         # Without regions it is written through staging blocks, like any state.
         regions = self.flat.regions if _specs(self.flat) == _specs(flat) else ()

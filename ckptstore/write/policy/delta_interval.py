@@ -227,7 +227,7 @@ class Decision:
 
 
 FULL: Final = Decision(None, 0, False, ())
-"""A full that is no base."""
+"""A full that is not a base."""
 
 
 @dataclass(slots=True)
@@ -284,7 +284,7 @@ class Schedule:
         if depth >= self.bound.depth or cost + expected > limit:
             return full
         if not self.current or expected >= 0.98 * sizes.full:
-            # A trial is no base, and its own base is dropped, so that a full follows and the interval is chosen again.
+            # A trial is not a base, and its own base is dropped, so a full follows and the interval is chosen again.
             return Decision(base, gap, False, tuple(self._costs)) if self._trial else full
         if self.form == "anchor":
             keep = since + 1 == self.current  # the last of a cycle is the anchor of the next, and replaces this anchor

@@ -176,7 +176,7 @@ class CommitCoordinator:
             raise
 
     def _await_verdict(self, exchange: Exchange) -> tuple[CheckpointInfo, ...]:
-        """Another rank: wait for the result of rank 0 -> the committed checkpoints. Raises rank 0's error."""
+        """On another rank: wait for the result of rank 0 -> the committed checkpoints. Raises rank 0's error."""
         deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
         try:
             letter = exchange.first([exchange.key("verdict")], deadline)

@@ -61,7 +61,7 @@ def gather_parts(parts: Sequence[RankPart], division: Division, agreement: str) 
     for part in parts:
         if part.agreement != agreement:
             raise RankMismatchError(
-                f"rank {part.rank} has other tensors than when the ranks agreed who writes what; they will agree anew"
+                f"rank {part.rank} has other tensors than when the ranks agreed who writes what; they will agree again"
             )
     entries: list[TensorEntry] = []
     for part, specs in zip(parts, division.specs, strict=True):
@@ -100,7 +100,7 @@ def check_united(tree: Any, parts: Sequence[RankPart]) -> None:
         rank = next(part.rank for part in parts if hidden[0] in tensor_names(part.tree))
         raise UnsupportedStateError(
             f"tensor {hidden[0]!r} of rank {rank} is where another rank has something of another kind, so a process "
-            "that is no rank could not load both: put it under a key of its own"
+            "that is not a rank could not load both: put it under a key of its own"
         )
     try:
         unflatten(rank_trees.of_rank(tree, None), lambda name, _origin: name)
@@ -143,8 +143,8 @@ def check_replicas(parts: Sequence[RankPart], division: Division, step: int) -> 
     others = f"; so do {len(found) - 1} more tensors" if len(found) > 1 else ""
     raise DivergedReplicasError(
         f"step {step}: tensor {name!r} differs on ranks that should have it alike: {_ranks(odd)} against {_ranks(rest)}"
-        f"{others}. If each rank has its own, name it in RankOptions(per_rank=[...]); if not, hardware or program went "
-        "wrong on one of them",
+        f"{others}. If each rank has its own, name it in RankOptions(per_rank=[...]); if not, hardware or software "
+        "failed on one of them",
         name,
         odd[0],
         step,

@@ -2,7 +2,7 @@
 
 A rank whose tensors have not changed posts ``=`` and the agreement's id as its ``items``, and continues without
 waiting. So if the tensors of only some ranks have changed, the others learn it when they have written. Nothing is
-committed then, and the ranks agree anew about all tensors: at once if their callers still wait, and can be asked for
+committed then, and the ranks agree again about all tensors: at once if their callers still wait, and can be asked for
 the state again (`agreeing_anew`: of a blocking save); otherwise all ranks raise `RankMismatchError`, and agree at their
 next save.
 """
@@ -72,7 +72,9 @@ def agree(
         )
     found = unpack(letter, exchange.key("division", exchange.rank))
     if "id" not in found:
-        raise CommitVerdict.unpacked(letter, "division").error or RankMismatchError("rank 0 went on without this rank")
+        raise CommitVerdict.unpacked(letter, "division").error or RankMismatchError(
+            "rank 0 continued without this rank"
+        )
     return Agreement(found["id"], holding.id, decode_rows(found["writes"]), frozenset(found["compared"]))
 
 

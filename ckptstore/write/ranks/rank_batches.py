@@ -327,13 +327,13 @@ class RankBatches:
         # Fetch it again: the verdict may have come after `letter`.
         if (verdict := fetch(exchange.mailbox, exchange.key("verdict"))) is not None:
             raise CommitVerdict.unpacked(verdict, "verdict").error or MissingRankError(
-                "rank 0 went on without this rank"
+                "rank 0 continued without this rank"
             )
         return list(unpack(letter, "states"))
 
 
 def _labels(one: RankSave, batch: Sequence[RankSave], made: Sequence[RankSave]) -> Labels:
-    """The labels of a checkpoint of a batch. One that stands for all of the steps gets the tags of all."""
+    """The labels of a checkpoint of a batch. One that replaces all of the steps gets the tags of all."""
     if len(made) == len(batch):
         return one.labels
     tags = dict.fromkeys(tag for step in batch for tag in step.labels.tags)

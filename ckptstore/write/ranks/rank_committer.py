@@ -1,4 +1,4 @@
-"""Commit a term of many ranks on rank 0, which alone writes the log. One thread calls it."""
+"""Commit a term of many ranks on rank 0, the only one that writes the log. One thread calls it."""
 
 from __future__ import annotations
 

@@ -157,6 +157,6 @@ class RankOrders:
                 return unpack_order(order, "order")
             if (verdict := fetch(exchange.mailbox, keys[1])) is not None:
                 error = CommitVerdict.unpacked(verdict, "verdict").error
-                raise error or RankMismatchError("rank 0 went on without this rank")
+                raise error or RankMismatchError("rank 0 continued without this rank")
             assert self._batches is not None
             self._batches.flush()

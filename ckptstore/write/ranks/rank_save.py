@@ -21,7 +21,7 @@ __all__ = ["RankSave"]
 
 
 class RankSave(SaveJob):
-    """A save as one rank sees it: a job that rank 0 orders and commits, and that this rank alone cannot cancel.
+    """A save as one rank sees it: a job that rank 0 orders and commits, and that no rank can cancel by itself.
 
     Attributes:
         exchange: its letters, for the thread that has the save now.

@@ -147,7 +147,7 @@ class RankTerm:
             raise unknown(exchange.step, str(error)) from error
 
     def sweep(self, mailbox: Mailbox) -> bool:
-        """Rank 0: remove the letters of steps whose result every rank has read -> whether none is left."""
+        """On rank 0: remove the letters of steps whose result every rank has read -> whether none is left."""
         left = []
         for answered in self.answered:
             exchange = answered.using(mailbox)
@@ -169,6 +169,6 @@ class RankTerm:
 def unknown(step: int, why: str) -> CommitUnknownError:
     """The error for a step of which this rank cannot know whether it was committed."""
     return CommitUnknownError(
-        f"step {step} may or may not have been saved: rank 0, which commits, cannot be heard: {why}; open the store "
+        f"step {step} may or may not have been saved: rank 0, which commits, cannot be reached: {why}; open the store "
         "again to find out"
     )

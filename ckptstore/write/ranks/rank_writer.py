@@ -54,7 +54,7 @@ class RankWriter(Writer):
     """
 
     def __repr__(self) -> str:
-        since = "from nothing" if self.parent is None else f"from {self.parent.ref}"
+        since = "from scratch" if self.parent is None else f"from {self.parent.ref}"
         return f"<RankWriter of {self.url!r}: rank {self.rank} of {self.size}, term {self.term}, {since}>"
 
     def __init__(self, resources: RankResources, rank_term: RankTerm, go_back: GoBack) -> None:

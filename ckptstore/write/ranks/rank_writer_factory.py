@@ -49,7 +49,7 @@ def open_rank_writer(
         environment: what determines the bits of the training processes, if these are other processes (`agent`).
 
     Raises:
-        RankError: a rank did not come, or has another store.
+        RankError: a rank did not join, or has another store.
         and as `Store.writer`, on rank 0.
     """
     interpreter_exit.check()

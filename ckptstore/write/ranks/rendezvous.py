@@ -52,7 +52,7 @@ def gather_ranks(
     if not ReplyDeadline(timeout, group.ended).wait(met):
         missing = [str(rank) for rank, key in here.items() if not box.has([key])]
         raise MissingRankError(
-            f"{told[0]}: rank {', '.join(missing[:8])} of {group.size} did not come within {timeout:g} s; every rank "
+            f"{told[0]}: rank {', '.join(missing[:8])} of {group.size} did not join within {timeout:g} s; every rank "
             f"of the group has to call {told[1]}"
         )
     found = {rank: fetch(box, key) or b"" for rank, key in here.items()}

@@ -82,7 +82,7 @@ class SaveBarrier:
                 self._late = False
                 raise MissingRankError(
                     f"step {step}: the ranks did not agree within {self._timeout:g} s on the step after which they "
-                    "save or end, as one of them was asked to; each goes on for itself"
+                    "save or end, as one of them was asked to; each continues by itself"
                 )
             return self._agreed.pop(step, frozenset())
 

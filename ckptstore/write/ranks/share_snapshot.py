@@ -52,7 +52,7 @@ def prepare(
     _learn(rank_term, found)
     if rank_term.agreed is not None and len(rank_term.families) > families:
         explaining.say(
-            "the ranks divide their tensors anew, because earlier saves did not say what an optimizer moves together: "
+            "the ranks divide their tensors again, because earlier saves did not say what an optimizer moves together: "
             "the next checkpoint is a full. Give updates= with the first save, too"
         )
     holding = holding_of(named, resources.group.rank, resources.ranks.globs, list(rank_term.families))
@@ -106,7 +106,7 @@ def _adopt(one: RankSave, share: FlatState, adopted: Copies, updates: Sequence[U
 def _learn(rank_term: RankTerm, updates: Sequence[Update]) -> None:
     """Note which tensors an optimizer moves together.
 
-    Once the ranks have agreed, only tensors that several ranks hold are divided again. Of other tensors each rank
+    Once the ranks have agreed, only tensors that several ranks hold are divided again. For other tensors each rank
     writes its own part anyway.
     """
     known = rank_term.agreed

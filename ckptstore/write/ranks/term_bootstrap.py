@@ -106,7 +106,7 @@ def join(
     asked: str | None = None,
     flaw: BaseException | None = None,
 ) -> OpenedTerm:
-    """The side of every other rank -> the term that rank 0 has opened.
+    """On every other rank: join -> the term that rank 0 has opened.
 
     Args:
         coding: what this rank's options store besides fulls; has to equal rank 0's (`OpenedTerm.coding`).
@@ -159,7 +159,7 @@ def _await_letter(group: Group, key: str, deadline: ReplyDeadline) -> bytes:
         raise MissingRankError(f"rank 0 did not open a term within {deadline.seconds:g} s")
     letter = fetch(group.mailbox, key)
     if letter is None:
-        raise MissingRankError("rank 0 opened a term and went on without this rank")
+        raise MissingRankError("rank 0 opened a term and continued without this rank")
     return letter
 
 

@@ -26,7 +26,7 @@ _MAX_STEP: Final = 2**53 - 1
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What the COMMIT record says of a checkpoint beside its state.
+    """What the COMMIT record says of a checkpoint besides its state.
 
     Attributes:
         extra: additional members of its entry in the log.

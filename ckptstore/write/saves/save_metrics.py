@@ -170,7 +170,7 @@ class Meter:
 
     Attributes:
         newest: the newest step passed to the writer.
-        beside: returns whether background work beside the saves is active.
+        beside: returns whether background work is active.
     """
 
     def __init__(self, on_metrics: OnMetrics | None) -> None:

@@ -16,8 +16,9 @@ from ckptstore.formats.history.records import Encoding, SegmentEntry
 from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_files.segment_index import MAX_ENTRIES
 from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
+from ckptstore.host.pages import BLOCK
 from ckptstore.segments.block_stream import BlockStream
-from ckptstore.segments.packed_segments import shares, write_stream
+from ckptstore.segments.packed_segments import INDEX_ENTRY, shares, write_stream
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.steps.step_encoding import EncodedStep, EncodedTensor
 
@@ -82,12 +83,12 @@ def write_batch(
         StorageError: the medium failed; the written segments are removed as far as possible.
     """
     written: list[SegmentEntry] = []
-    most = session.backend.segment_bytes if limit is None else limit
-    divided = [(uuid.uuid4().hex, parts) for parts in _split(steps, most)]
+    divided = [(uuid.uuid4().hex, parts) for parts in _split(steps, limit or session.backend.segment_bytes)]
     used: dict[int, list[str]] = {step.step: [] for step in steps}
     for segment, parts in divided:
         for part in parts:
             used[part.step.step].append(segment)
+    _claim(session, steps)
     moments = dict(zip(used, times, strict=True))
     costs = dict.fromkeys(used, 0)
     for segment, parts in divided:
@@ -118,6 +119,11 @@ def write_batch(
         for step in steps
     )
     return tuple(written), encodings
+
+
+def _claim(session: SegmentSession, steps: Sequence[EncodedStep]) -> None:
+    if (bound := session.backend.bound) is not None:
+        bound.admit(sum(step.stored + INDEX_ENTRY * step.tensors + BLOCK for step in steps))
 
 
 def _place(segment: str, every: Sequence[str], share: RankShare | None) -> SegmentPart | None:

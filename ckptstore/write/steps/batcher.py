@@ -160,8 +160,12 @@ class Diffs:
     def _wait(self, job: SaveJob, coded: EncodedStep, order: Order) -> bool:
         """Add a compressed step to the waiting ones -> whether their batch must be written."""
         self.waiting.append(Waiting(job, time.time(), coded))
-        stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
-        return order.last or self._policy.too_large(stored)
+        return order.last or self._policy.too_large(self.waiting_nbytes)
+
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes of the payloads of the steps that wait for their batch."""
+        return sum(one.coded.stored for one in self.waiting if one.coded is not None)
 
     def lose_step(self) -> None:
         """Note that a step was not saved, and is not part of the step in memory. See `OrderPolicy.lost`."""

@@ -170,6 +170,8 @@ class ArrivingStep:
             StorageError: the medium failed.
             and errors of the feed.
         """
+        if (bound := session.backend.bound) is not None:
+            bound.admit(bound.full or self._flat.nbytes)
         shares = list(self._shares(session.backend.segment_bytes if limit is None else limit))
         ids = [uuid.uuid4().hex for _ in shares]
         parts = [SegmentPart(ids[0], number, len(ids)) if len(ids) > 1 else None for number in range(len(ids))]
@@ -250,9 +252,9 @@ class ArrivingStep:
             if coded is None:
                 self._choices.learn_fit(one.leader, False)
                 self._overflow = True  # jobs that have not begun compress nothing
-                for _ in results:
+                for _ in results:  # wait for those that have begun: they read memory that the caller reuses
                     pass
-                raise TooLongError(f"step {self._step}: {one.leader!r} is not coded to less than it is")
+                raise TooLongError(f"step {self._step}: {one.leader!r} does not become smaller by encoding")
             yield coded
 
     def _look(self, one: Joined, stored: int) -> None:

@@ -75,9 +75,9 @@ class Unexplained:
             )
         else:
             why = (
-                "parameters or moments changed in another way than updates= says: they were changed beside the "
-                "optimizer (clamped, averaged, replaced), it has arithmetic of its own, or an optimizer step lies "
-                "between that was not saved. If every step is like that, deltas= without diffs= (strategy='delta') "
+                "parameters or moments changed in another way than updates= says: they were changed outside the "
+                "optimizer (clamped, averaged, replaced), it has its own arithmetic, or an optimizer step in "
+                "between was not saved. If every step is like that, deltas= without diffs= (strategy='delta') "
                 "takes as little, and less time"
             )
         warn(

@@ -98,7 +98,7 @@ def looked_up(updates: Updates, flat: FlatState) -> Sequence[Update]:
     found = updates(flat) if callable(updates) else updates
     if not isinstance(found, Sequence) or not all(isinstance(update, Update) for update in found):
         raise UsageError(
-            f"updates: {type(updates).__name__}; what the optimizer did is wanted, as in "
+            f"updates: {type(updates).__name__}; expected a description of what the optimizer did, as in "
             "updates=training.OptimizerStep(optimizer)"
         )
     return found

@@ -90,7 +90,7 @@ def safetensors_open(origin: Origin) -> Loaded:
 
     with safe_open(origin.folder / "state.safetensors", framework="pt") as file:
         small = json.loads(file.metadata()["small"])
-        return Loaded({name: file.get_tensor(name) for name in file.keys()}, small)  # noqa: SIM118  # it is no dict
+        return Loaded({name: file.get_tensor(name) for name in file.keys()}, small)  # noqa: SIM118  # it is not a dict
 
 
 def dcp_load(origin: Origin) -> Loaded:

@@ -11,7 +11,7 @@ Then it measures how much of its speed a trainer's Python loop keeps during an u
 (`tools.bench.storage.objects_loop`): by a writer in its process, by the agent, and, for the cost of the machine itself,
 by an unrelated process. With ``--pin`` the loop has its own core, as in training.
 
-Loopback is no network: client and server run as fast as they can, which takes all cores. ``--link 10Gbit/s --link
+Loopback is not a network: client and server run as fast as they can, which takes all cores. ``--link 10Gbit/s --link
 1Gbit/s`` also measures the loop beside uploads over such links, each with its own server that is limited to that speed.
 """
 

@@ -5,7 +5,7 @@ folder is synced, so that a file under its final name is complete and durable. A
 complete checkpoint.
 
 CheckFreq and difference checkpointing are implemented as the papers describe their mechanism (one snapshot and one
-persist in flight; the compressed difference of two states): they are no products, and none of their code is used.
+persist in flight; the compressed difference of two states): they are not products, and none of their code is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SPEC.md 3.3: the state of many ranks as a reader that is no rank restores it."""
+"""SPEC.md 3.3: the state of many ranks as a reader that is not a rank restores it."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def same_key(one: Any, other: Any) -> bool:
 
 
 def number_of(key: Any) -> tuple[Any, Any] | None:
-    """(real, imaginary), each exact; None: it is no number."""
+    """(real, imaginary), each exact; None: it is not a number."""
     tag = tag_of(key)
     if isinstance(key, bool | int | float):
         return exact(key), Fraction(0)

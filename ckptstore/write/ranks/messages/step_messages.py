@@ -149,7 +149,7 @@ class Exchange:
             return patient and self.silence.about((0,), self.given) is not None
 
         if not deadline.wait(there) and patient:
-            self.silence.note((0,), self.step, "rank 0 says nothing")
+            self.silence.note((0,), self.step, "rank 0 does not answer")
         return next((letter for key in keys if (letter := fetch(self.mailbox, key)) is not None), None)
 
     def see(self) -> None:
@@ -184,8 +184,8 @@ class Exchange:
             last = self.mailbox.get(f"{self.base}/over/{rank}")
             if last is not None and int(last) < self.step:
                 raise MissingRankError(
-                    f"step {self.step} was not saved: the trainer of rank {rank} ended before it had given it; its "
-                    f"last step is {int(last)}"
+                    f"step {self.step} was not saved: the trainer of rank {rank} ended before it passed this step on; "
+                    f"its last step is {int(last)}"
                 )
 
     def _look_around(self, keys: list[str]) -> None:
