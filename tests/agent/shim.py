@@ -17,6 +17,8 @@ from tools.warm import Script
 
 WRITER = {"staging_bytes": 64 << 20, "threads": 2, "max_in_flight": 1, "poll_seconds": None}
 OPTIONS = WRITER | {"deltas": None, "diffs": None}
+VERSION = 2
+"""Of docs/agent.md."""
 
 
 class Shim:
@@ -39,7 +41,7 @@ class Shim:
         its.close()
         shim = cls(ours, agent)
         start = {"url": str(url), "name": "", "parent": "latest", "options": OPTIONS, "environment": {}}
-        return shim, shim.ask("start", protocol=1, linger_seconds=120, **start | other)
+        return shim, shim.ask("start", protocol=VERSION, linger_seconds=120, **start | other)
 
     @classmethod
     def connected(cls, runtime: Path) -> Self:

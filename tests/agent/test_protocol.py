@@ -20,7 +20,7 @@ import ckptstore
 import ckptstore.agent
 from ckptstore.agent.protocol.shared_memory import SharedMemory
 from tests.agent.lives import agents, alive, until
-from tests.agent.shim import Shim
+from tests.agent.shim import VERSION, Shim
 
 # The shim has no torch, and this process may have it: the warning about different versions does not matter here.
 pytestmark = pytest.mark.filterwarnings("ignore::ckptstore.DeterminismWarning")
@@ -149,11 +149,33 @@ def test_another_protocol_is_refused(tmp_path: Path, runtime: Path) -> None:
     assert shim.agent is not None
     assert shim.agent.poll() is None
     late = Shim.connected(runtime)
-    assert "protocol 2" in late.ask("hello", protocol=2)["error"]["text"]
-    assert late.ask("hello", protocol=1)["term"] == 1
+    for other in (VERSION - 1, VERSION + 1):
+        refused = late.ask("hello", protocol=other)["error"]["text"]
+        assert f"protocol {other}" in refused
+        assert f"speaks {VERSION}" in refused
+    assert late.ask("hello", protocol=VERSION)["term"] == 1
     late.close()
     shim.agent.kill()
     shim.agent.wait()
+
+
+def test_a_trainer_of_another_protocol_is_refused_and_the_agent_keeps_its_state(
+    shim: Shim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, _ = shim.filled(4)
+    shim.ask("save", step=2, **body)
+    assert shim.event()["event"] == "saved"
+    shim.close()
+
+    def opened() -> Any:
+        return ckptstore.agent.writer(tmp_path / "store", max_in_flight=1, poll_seconds=None, linger_seconds=120)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptstore.agent.client.agent_launch.PROTOCOL", VERSION + 1)
+        with pytest.raises(ckptstore.AgentError, match=f"protocol {VERSION + 1}; this agent speaks {VERSION}"):
+            opened()
+    with opened() as writer:
+        assert (writer.term, writer.step) == (1, 2)
 
 
 def test_a_trainer_that_reads_nothing_does_not_stop_the_writing(shim: Shim, tmp_path: Path) -> None:

@@ -394,6 +394,26 @@ def test_a_fork_cannot_use_it_and_does_not_keep_it_alive(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("warm_agents")
+def test_a_call_of_when_done_that_would_wait_for_the_agent_is_refused(tmp_path: Path) -> None:
+    """It runs in the thread that receives the agent's answers, and would wait for ever."""
+    told: list[BaseException] = []
+    with opened(tmp_path / "store", max_in_flight=3) as writer:
+
+        def ended(_: bool) -> None:
+            for call in (pending.cancel, lambda: writer.tag(1, "first")):
+                try:
+                    call()
+                except UsageError as error:
+                    told.append(error)
+
+        pending = writer.save_async(begun(), 1)
+        pending.when_done(ended)
+        assert pending.result(60).step == 1
+        writer.save_async(begun(), 2).result(60)
+    assert [str(one).startswith("this call waits for the agent") for one in told] == [True, True]
+
+
+@pytest.mark.usefixtures("warm_agents")
 def test_a_cancelled_save_is_none(tmp_path: Path) -> None:
     slow = {"big": np.zeros(40 << 20, np.uint8)}
     with opened(tmp_path / "store", max_in_flight=3) as writer:

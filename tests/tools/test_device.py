@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import threading
 import time
 import uuid
@@ -28,14 +29,15 @@ from ckptstore.errors import StorageError  # noqa: E402
 from ckptstore.formats.optim import arithmetic  # noqa: E402
 from ckptstore.frameworks import bridge, torch_offload  # noqa: E402
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
-from ckptstore.training import LayerwiseSnapshots, TopKHook  # noqa: E402
+from ckptstore.training import Checkpointer, LayerwiseSnapshots, TopKHook  # noqa: E402
+from ckptstore.training.capture.capture_plan import StatePlan  # noqa: E402
 from ckptstore.training.layerwise.layer_sources import LayerSource, staged  # noqa: E402
 from ckptstore.write.steps.updates import LateGradient, arrived  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.test_on_device import check, check_sparse  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
-from tools.device import simulated, why_not  # noqa: E402
+from tools.device import campaign, simulated, why_not  # noqa: E402
 from tools.device.__main__ import main, measured  # noqa: E402
 from tools.device.queues import Scheduler  # noqa: E402
 from tools.device.roundings import CONTRACTED  # noqa: E402
@@ -488,6 +490,44 @@ def test_a_run_with_compressed_gradients(tmp_path: Path, scope: str) -> None:
 SAVERS = {"one process": (False, 0), "agent": (True, 0), "ranks": (False, 2), "ranks with agents": (True, 2)}
 
 
+@pytest.mark.parametrize("strategy", ["full", "gradient"])
+def test_a_state_on_a_device_is_flattened_once(tmp_path: Path, strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After that by plan, in the order of the stream that is current at each step."""
+    made = StatePlan.whole
+    planned: list[int] = []
+
+    def whole(plan: StatePlan, light: Any) -> Any:
+        planned.append(len(light.tensors))
+        return made(plan, light)
+
+    monkeypatch.setattr(StatePlan, "whole", whole)
+    with simulated(0) as machine:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        wanted: list[Any] = []
+        with Checkpointer(
+            tmp_path / "run", model=model, optimizer=optimizer, strategy=strategy, max_in_flight=2, signals=False
+        ) as saved:
+            saved.resume()
+            for _ in range(6):
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    model(torch.ones(2, 8, device="cuda")).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    wanted.append({name: one.clone() for name, one in model.state_dict().items()})
+                    saved.step()
+                torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        assert not machine.hazards
+        wanted = [{name: one.cpu() for name, one in state.items()} for state in wanted]
+    assert len(planned) >= 5, "states were flattened"
+    store = ckptstore.open(tmp_path / "run")
+    for step, state in enumerate(wanted, 1):
+        same(state, dict(store.load(step)["model"]))
+
+
 @pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])
 @pytest.mark.parametrize("savers", SAVERS)
 def test_a_step_waits_for_no_device(
@@ -564,6 +604,27 @@ def test_gradients_are_compressed_as_on_the_host(scope: str, momentum: float) ->
     assert [sorted(one) for one in wanted] == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3], [0, 2, 3, 4], [0, 1, 2, 3, 4]]
     for seed in SEEDS:
         assert compressed(seed, "cuda", TopKHook.consumed_later, scope=scope, momentum=momentum) == wanted
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+def test_what_is_not_finite_is_sent_and_never_kept_on_a_device(scope: Any, momentum: float) -> None:
+    with simulated(3) as machine:
+        hook = TopKHook(0.25, scope=scope, momentum=momentum)
+        parameters = [torch.nn.Parameter(torch.zeros(8).cuda()) for _ in range(2)]
+        for one in parameters:
+            one.grad = torch.tensor([math.inf, -math.inf, math.nan, 2.0, math.inf, 0.0, 1.0, -math.inf]).cuda()
+        machine.counts.reset()
+        hook.compress(parameters)
+        assert not [wait for wait in machine.counts.waits if wait.where]
+        sent = sum(int((~one.grad.cpu().isfinite()).sum()) for one in parameters)
+        assert sent == 4, "a scaler sees them"
+        for one in parameters:
+            one.grad = torch.zeros(8).cuda()
+        hook.compress(parameters)
+        wanted = 3.0 if momentum else 2.0
+        assert sorted(one.grad.cpu().max().item() for one in parameters) == [wanted, wanted]
+        assert not machine.hazards
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -804,6 +865,18 @@ def test_a_hook_of_ddp(ranks: int, scope: Any) -> None:
             torch.distributed.destroy_process_group()
         torch.cuda.synchronize()
         assert not machine.hazards
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_campaign_finds_a_missing_order(tmp_path: Path, broken: bool) -> None:
+    out = tmp_path / "seeds.jsonl"
+    command = ["--seeds", "1", "--only", "full", "--out", str(out), *(["--broken"] if broken else [])]
+    done = CliRunner().invoke(campaign.main, command)
+    assert done.exit_code == broken, done.output
+    assert [bool(json.loads(line)["wrong"]) for line in out.read_text().splitlines()] == [broken, broken]
+    if broken:
+        assert "nothing orders that" in done.output
+    assert "0 cases" in CliRunner().invoke(campaign.main, command).output, "what is done is not done again"
 
 
 def test_the_table_of_a_step(tmp_path: Path) -> None:

@@ -564,3 +564,21 @@ def test_a_module_with_its_own_state_dict_has_no_plan() -> None:
     model.get_extra_state = lambda: {"more": 1}
     state = captured.state(1)
     assert StatePlan.made(captured, state, bridge.flattened(state), 1, 1) is None
+
+
+def test_a_lazy_conjugate_is_resolved_in_every_step() -> None:
+    from ckptstore.training.capture.script_state import ScriptState
+
+    model = torch.nn.Linear(2, 2)
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    model.register_buffer("turned", base.conj())
+    captured = ScriptState(model)
+    state = captured.state(1)
+    plan = StatePlan.made(captured, state, bridge.flattened(state), 1, 1)
+    assert plan is not None
+    base.mul_(2)
+    light = plan.taken(2, 1)
+    assert light is not None
+    found = np.zeros(2, np.complex64)
+    plan.whole(light).tensors["model.turned"].read(0, found.view(np.uint8))
+    assert found.tolist() == [2 - 4j, 6 + 8j]

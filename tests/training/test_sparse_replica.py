@@ -21,6 +21,7 @@ from ckptstore.errors import AgentError  # noqa: E402
 from ckptstore.formats.optim import SparseGradient  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook  # noqa: E402
+from ckptstore.training.replica import consumed_gradients  # noqa: E402
 from tests.agent.lives import own_runtime  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
 from tools.kills import shim_kills  # noqa: E402
@@ -227,6 +228,48 @@ def test_a_value_that_no_hook_saw_change_is_never_stored_wrongly(
     assert "whole" in {how for step, how, _ in given if step > 2}
     store = ckptstore.open(tmp_path / "run")
     assert store.latest_step() == 5
+    script.check_stored(tmp_path / "run")
+
+
+@pytest.mark.filterwarnings("ignore::ckptstore.training.UnsavedStepWarning")
+@pytest.mark.filterwarnings("ignore:.*TopKHook.exact=False")
+def test_after_a_mismatch_only_the_tensors_concerned_are_sent_once_and_counted(
+    tmp_path: Path, given: list[tuple[int, str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: dict[int, set[str]] = {}
+    counted: list[tuple[int, ...]] = []
+    advance, judged = ReplicaClient.advance, consumed_gradients.is_all_of
+
+    def advanced(self: ReplicaClient, area: Any, told: ReplicaStep) -> Any:
+        if told.whole:
+            tensors = self.recipe.layout.tensors
+            whole[told.step] = {tensors[number].name for one in told.whole for number in one.starts}
+        return advance(self, area, told)
+
+    def counts(sparse: SparseGradient, gradient: Any) -> bool:
+        counted.append(tuple(gradient.shape))
+        return judged(sparse, gradient)
+
+    monkeypatch.setattr(ReplicaClient, "advance", advanced)
+    monkeypatch.setattr(consumed_gradients, "is_all_of", counts)
+    script = Script(tmp_path / "run", exact=False)
+
+    def work() -> None:
+        with script.checkpointer:
+            script.checkpointer.resume()
+            step = 0
+            while not whole and step < 500:  # the agent's answer comes some steps later
+                script.train(step, beside=step == 2)
+                step += 1
+            for more in range(3):
+                script.train(step + more)
+
+    with pytest.warns(UnexplainedStepWarning, match=r"2\.weight") as told:
+        work()
+    assert len([one for one in told if issubclass(one.category, UnexplainedStepWarning)]) == 1
+    assert [how for _, how, _ in given if how == "whole"] == ["whole"], "the first state"
+    assert list(whole.values()) == [{"model.2.weight", "optimizer.state.2.exp_avg", "optimizer.state.2.exp_avg_sq"}]
+    assert set(counted) == {(128, 256)}, "the gradients of other parameters are not counted"
     script.check_stored(tmp_path / "run")
 
 

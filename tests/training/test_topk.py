@@ -141,6 +141,39 @@ def test_values_added_after_compression_are_not_sent() -> None:
     assert hook.consumed([one]) == {}
 
 
+def test_a_note_of_an_earlier_gradient_does_not_count_for_another_at_its_address() -> None:
+    hook = TopKHook(density=0.5)
+    one = parameter(4.0, 0.0, 3.0, 0.0)
+    hook.compress([one])
+    assert one.grad is not None
+    place = one.grad.untyped_storage()  # its memory stays
+    changes = one.grad._version
+    one.grad = None  # the step was skipped
+    one.grad = torch.empty(0).set_(place, 0, (4,))
+    with torch.no_grad():
+        while one.grad._version < changes:
+            one.grad.fill_(1.0)
+    assert one.grad._version == changes
+    assert hook.consumed([one]) == {}, "entries of the skipped step were taken for all of this one"
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_sent_and_never_kept(value: float, scope: Any, momentum: float) -> None:
+    hook = TopKHook(density=0.25, scope=scope, momentum=momentum)
+    one = parameter(value, value, 3.0, value)
+    hook.compress([one])
+    assert one.grad.isfinite().tolist().count(False) == 1, "a scaler sees it"
+    one.grad = torch.tensor([0.0, 0.0, 1.0, 0.0])
+    hook.compress([one])
+    assert one.grad.tolist() == [0.0, 0.0, 5.5 if momentum else 4.0, 0.0]
+    for _ in range(3):
+        one.grad = torch.zeros(4)
+        hook.compress([one])
+        assert bool(one.grad.isfinite().all())
+
+
 def test_a_gradient_that_torch_does_not_see_change_costs_bytes_alone(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from ckptstore.agent.client.process_state import state_of, stopped
 from ckptstore.agent.protocol.frames import Channel, End, Message
 from ckptstore.agent.protocol.message_fields import read_error
-from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, AgentSilentError
+from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, AgentSilentError, UsageError
 from ckptstore.host import background_threads
 from ckptstore.host.caller_warnings import warn
 
@@ -71,6 +71,7 @@ class AgentLink:
         self._stopped_since: float | None = None
         self._remarked = False
         self._asleep = False
+        self._hearing: int | None = None  # the thread that receives
         _open.add(self)
         background_threads.start(self._hear, "agent-hear")
 
@@ -110,8 +111,17 @@ class AgentLink:
         message.close()
         return message.body
 
+    def check_may_wait(self) -> None:
+        """Raise `UsageError` in the thread that receives the answers: it would wait for itself, for ever."""
+        if threading.get_ident() == self._hearing:
+            raise UsageError(
+                "this call waits for the agent, and this thread receives what the agent sends: PendingSave.when_done "
+                "may not call it; let another thread do so"
+            )
+
     def answer(self, asked: Future[Message]) -> Message:
-        """Wait for an answer. Ctrl-C makes all requests to a stopped agent fail."""
+        """Wait for an answer. Ctrl-C makes all requests to a stopped agent fail. Raises as `check_may_wait`."""
+        self.check_may_wait()
         try:
             return asked.result()
         except (KeyboardInterrupt, SystemExit):
@@ -165,6 +175,7 @@ class AgentLink:
         warn(f"the agent (process {self.pid}) {text}", SilentAgentWarning)
 
     def _hear(self) -> None:
+        self._hearing = threading.get_ident()
         try:
             while True:
                 found = self._channel.receive(self._look, LOOK_SECONDS)

@@ -192,6 +192,8 @@ class AgentTerm:
             return False
 
     def _cancel(self, step: int) -> bool:
+        if self._agent is not None:
+            self._agent.link.check_may_wait()
         with contextlib.suppress(RuntimeError):  # closed: it was handed over
             self.beside.submit(lambda: None).result()  # the agent knows the step once it is handed over
         return self._ask_quietly("cancel", step)

@@ -27,7 +27,8 @@ from ckptstore.host.threads import started_pool
 
 __all__ = ["LIMIT", "PATIENCE", "PROTOCOL", "Channel", "End", "Message", "peer_of"]
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
+"""The version of the messages. A trainer and an agent of different ones refuse each other."""
 """The version of the messages that trainer and agent exchange (docs/agent.md)."""
 LIMIT: Final = 64 << 20
 """Most bytes of a frame: a state tree of the largest size, and the other members of its message."""

@@ -8,7 +8,7 @@ be only its entries: int32 indices, then fp32 values.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -85,6 +85,14 @@ class Recipe:
     def variant(self, optimizer: int, group: int) -> str | None:
         """The variant of a group."""
         return self.variants[optimizer][group] if self.variants else None
+
+    def rows_of(self, positions: Set[int]) -> set[int]:
+        """The rows that have one of these tensors."""
+        return {
+            number
+            for number, row in enumerate(self.rows)
+            if not positions.isdisjoint(position for _, position in row.slots)
+        }
 
     @cached_property
     def sent(self) -> tuple[int, ...]:

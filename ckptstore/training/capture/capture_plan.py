@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Self
 
+import torch
+
 from ckptstore.formats import jsontext
 from ckptstore.formats.sources import Bytes, place_of
 from ckptstore.formats.states.state import TREE_LIMIT, FlatState, TensorSource
@@ -53,6 +55,7 @@ class StatePlan:
         size: bytes of memory for one copy.
         offsets: the offset of each tensor in it.
         tensors: the state's tensors when the plan was made. Names, types and shapes are the same in every step.
+        on_host: whether all of them are in host memory, so that `copies` can copy them.
     """
 
     def __init__(self, captured: ScriptState, whole: FlatState, light: FlatState, watched: tuple[Any, Any]) -> None:
@@ -61,7 +64,7 @@ class StatePlan:
         self._left_out = captured.left_out
         self._tree = whole.tree
         self._watched = (*watched[0], *watched[1])
-        self.tensors = whole.tensors
+        self.tensors = dict(whole.tensors)
         self.nbytes = whole.nbytes
         self._light = _described(light)
         regions = plan_regions(tuple(_spec(name, one) for name, one in whole.tensors.items()))
@@ -71,6 +74,12 @@ class StatePlan:
         self._tensors = WatchedTensors(stored)
         self._planned = {names[source.identity]: source for source in map(TorchSource, stored)}
         self._identities = {source.identity for source in self._planned.values()}
+        away = [one for one in whole.tensors.values() if isinstance(one, TorchSource) and not on_host(one.tensor)]
+        self.on_host = not away
+        self._away = {name: one.tensor for name, one in self._planned.items() if one.stream}
+        self._streams = {one.tensor.device: one.stream for one in away}
+        tensors = ((name, one.tensor) for name, one in self._planned.items())
+        self._lazy = {name: one for name, one in tensors if one.is_conj() or one.is_neg()}
 
     @classmethod
     def made(cls, captured: ScriptState, state: dict[str, Any], whole: FlatState, step: int, ranks: int) -> Self | None:
@@ -94,7 +103,6 @@ class StatePlan:
             jsontext.dumps(light.tree) == jsontext.dumps(whole.tree)
             and plan._planned.keys() | light.tensors.keys() == whole.tensors.keys()
             and plan._planned.keys().isdisjoint(light.tensors)
-            and all(on_host(one.tensor) for one in whole.tensors.values() if isinstance(one, TorchSource))
         )
         return plan if fits else None
 
@@ -112,6 +120,17 @@ class StatePlan:
         except (KeyError, TypeError, ValueError):
             return None
         return light
+
+    def whole(self, light: FlatState) -> FlatState:
+        """The whole state, not copied, with what `taken` has returned."""
+        # Prevents: a tensor that is read in the order of a stream that is not current any more.
+        streams = {device: stream and torch.cuda.current_stream(device) for device, stream in self._streams.items()}
+        if streams != self._streams:
+            self.tensors |= {name: TorchSource(tensor) for name, tensor in self._away.items()}
+            self._streams = streams
+        # Prevents: bytes of an earlier step. A source resolves a lazy conjugate or negation when it is made.
+        self.tensors |= {name: TorchSource(tensor) for name, tensor in self._lazy.items()}
+        return FlatState(light.tree, {**self.tensors, **light.tensors})
 
     def __repr__(self) -> str:
         return f"<StatePlan: {len(self._planned)} of {len(self.tensors)} tensors planned>"

@@ -99,6 +99,10 @@ class PlannedSaves:
         plan, light = self._plan_and_state(step, ranks)
         if plan is None or light is None:
             return None
+        if not plan.on_host:  # the writer queues the copies of its devices
+            state = plan.whole(light)
+            updates = collected.updates if self._predict else None
+            return self._writer.save_async(state, step, metadata=labels.metadata, tags=labels.tags, updates=updates)
         if isinstance(self._writer, LocalWriter):
             return self._save_in_process(self._writer, (plan, light), step, collected, labels, began)
         return self._save_with_agent(self._writer, (plan, light), step, collected, labels, began)
@@ -113,7 +117,7 @@ class PlannedSaves:
         self._foresee_ran = True
         try:
             plan, light = self._plan_and_state(step, ranks)
-            if plan is None or light is None:
+            if plan is None or light is None or not plan.on_host:
                 return
             if isinstance(self._writer, LocalWriter):
                 self._pool.submit(self._make_ready, plan)
@@ -195,7 +199,7 @@ class PlannedSaves:
         if plan is None or light is None or self._misfits > _MOST_MISFITS:
             self._misfits, self._pause = 0, _PAUSE
             return None, None
-        if plan.nbytes >= WORTH_THREADS or len(plan.tensors) >= _MANY:
+        if plan.on_host and (plan.nbytes >= WORTH_THREADS or len(plan.tensors) >= _MANY):
             self._pool.wake()
         self._plan = plan
         _LOG.info("%r", plan)

@@ -7,7 +7,7 @@ training. An error in it costs bytes: that step is stored as a difference.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -38,12 +38,12 @@ class Compressor(Protocol):
         """The remaining entries of the current gradients, by parameter; only of parameters that have some."""
 
     def consumed_later(
-        self, parameters: Sequence[torch.Tensor], *, checked: bool = False
+        self, parameters: Sequence[torch.Tensor], *, checked: Collection[torch.Tensor] = ()
     ) -> Mapping[torch.Tensor, SparseGradient | LateGradient]:
         """As `consumed`, without waiting for a device.
 
         Args:
-            checked: also count the entries of gradients that torch has not seen change.
+            checked: parameters whose entries are counted even if torch has not seen the gradient change: a set.
         """
 
 

@@ -11,6 +11,9 @@ magnitude and keeps the rest: Stich et al., "Sparsified SGD with Memory", 2018, 
 velocity instead, and removes what was sent from both: Lin et al., "Deep Gradient Compression", 2018, equations 4 and 7
 ("momentum correction"; the optimizer must then have no momentum).
 
+Infinities and NaNs are the largest entries, so some are sent and a ``GradScaler`` skips the step. None is kept: a
+residual would hold it for ever.
+
 The ranks gather one another's entries (indices and values, the same number on each) and add them in the order of the
 ranks, so all get the same bits. The optimizer consumes that sum, possibly clipped. Only the gathered entries can differ
 from zero, so a step diff stores only these (`consumed`).
@@ -27,7 +30,8 @@ stores are copied to the host while training continues (`queued_entries`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, Literal
 
@@ -90,7 +94,7 @@ class TopKHook:
         self._velocities: dict[torch.Tensor, torch.Tensor] = {}
         self._indices: dict[torch.Tensor, torch.Tensor] = {}  # ascending, in host memory
         self._on_device: dict[torch.Tensor, EntriesOnDevice] = {}
-        self._left: dict[torch.Tensor, tuple[int, int]] = {}
+        self._left: dict[torch.Tensor, _Untouched] = {}
         self._names: dict[torch.Tensor, str] = {}
         self._group: Any = None
         count_in(self)
@@ -143,7 +147,7 @@ class TopKHook:
             else:
                 self._fill(found, gradients, sent)
             for parameter, gradient in zip(found, gradients, strict=True):
-                self._left[parameter] = _version(gradient)
+                self._left[parameter] = _Untouched(gradient)
 
     def _fill(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], sent: _Sent) -> None:
         """Set gradients to what is sent of them."""
@@ -177,12 +181,13 @@ class TopKHook:
         return {one: found for one, found in read.items() if isinstance(found, SparseGradient)}
 
     def consumed_later(
-        self, parameters: Sequence[torch.Tensor], *, checked: bool = False
+        self, parameters: Sequence[torch.Tensor], *, checked: Collection[torch.Tensor] = ()
     ) -> Mapping[torch.Tensor, SparseGradient | LateGradient]:
         """As `consumed`, but gradients on a CUDA device are copied to the host while training continues.
 
         Args:
-            checked: also count the entries of gradients that torch has not seen change since `compress`.
+            checked: parameters whose entries are counted even if torch has not seen the gradient change since
+                `compress`. A set or mapping: tensors are compared by identity.
         """
         found: dict[torch.Tensor, SparseGradient | LateGradient] = {}
         unchanged: set[torch.Tensor] = set()
@@ -193,8 +198,9 @@ class TopKHook:
                 continue
             # Nobody has touched what `compress` has left: the rest need not be read. Who does so past torch's count
             # (``.data``) makes a step dearer to store: what is predicted from this is compared with the state. A
-            # replica drops the step, and checks all gradients from then on.
-            touched = self._left.pop(parameter, None) != _version(gradient) or checked
+            # replica drops the step, and checks that gradient from then on.
+            left = self._left.pop(parameter, None)
+            touched = left is None or not left.holds(gradient) or parameter in checked
             if on_device is not None:
                 devices.setdefault(gradient.device, {})[on_device] = None
                 if not touched:
@@ -258,24 +264,33 @@ class TopKHook:
             everything = torch.cat([one.view(-1) for one in kept])
             chosen = _largest(everything, self._count(everything.numel()))
             if everything.is_cuda:
-                self._take_pooled(parameters, sizes, chosen)
-                return _Sent([], starts, everything[chosen], chosen)
+                values = everything[chosen]
+                self._take_pooled(parameters, everything, chosen)
+                return _Sent([], starts, values, chosen)
             chosen = chosen.sort().values
             bounds = torch.searchsorted(chosen, torch.tensor(starts, device=chosen.device)).tolist()
             picked = [chosen[bounds[n] : bounds[n + 1]] - starts[n] for n in range(len(kept))]
         else:
             picked = [_largest(one.view(-1), self._count(one.numel())) for one in kept]
         values = torch.cat([one.view(-1)[at] for one, at in zip(kept, picked, strict=True)])
+        # They are the largest: if they are finite, all are. A device is not asked, which would be a wait.
+        finite = not values.is_cuda and bool(values.isfinite().all())
         for parameter, residual, at in zip(parameters, kept, picked, strict=True):
-            residual.view(-1)[at] = 0
-            if parameter in self._velocities:
-                self._velocities[parameter].view(-1)[at] = 0
+            for own in (residual, self._velocities.get(parameter)):
+                if own is not None:
+                    own.view(-1)[at] = 0
+                    if not finite:
+                        own.nan_to_num_(0.0, 0.0, 0.0)
         return _Sent(picked, starts, values)
 
-    def _take_pooled(self, parameters: Sequence[torch.Tensor], sizes: Sequence[int], chosen: torch.Tensor) -> None:
-        """Clear what is sent of all parameters together; only the device knows how much that is of each."""
-        taken = torch.zeros(sum(sizes), dtype=torch.bool, device=chosen.device)
+    def _take_pooled(self, parameters: Sequence[torch.Tensor], everything: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Clear what is sent of all parameters together; only the device knows how much that is of each.
+
+        Overwrites `everything`, to need no more memory.
+        """
+        taken = everything.mul_(0).ne(0)  # what is not finite becomes NaN
         taken[chosen] = True
+        sizes = [one.numel() for one in parameters]
         for parameter, part in zip(parameters, taken.split(sizes), strict=True):  # type: ignore[no-untyped-call]
             for kept in (self._residuals, self._velocities):
                 if parameter in kept:
@@ -360,9 +375,17 @@ class _Sent:
         return torch.cat([at + start for at, start in zip(self.picked, self._starts, strict=False)])
 
 
-def _version(gradient: torch.Tensor) -> tuple[int, int]:
-    """Which memory, and how often torch has seen it change."""
-    return gradient.data_ptr(), counted_changes(gradient)
+class _Untouched:
+    """A gradient as `compress` has left it: which tensor, and how often torch has seen it change."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        # Prevents: a later gradient with the same address and count that is taken for this one.
+        self._gradient = weakref.ref(gradient)
+        self._changes = counted_changes(gradient)
+
+    def holds(self, gradient: torch.Tensor) -> bool:
+        """Whether this is that tensor, unchanged."""
+        return self._gradient() is gradient and counted_changes(gradient) == self._changes
 
 
 def _entries(values: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +43,7 @@ from ckptstore.training.replica.replicable_state import Replicable
 from ckptstore.write.capture.snapshot import copy_queued
 from ckptstore.write.steps.updates import LateGradient
 
-__all__ = ["ConsumedGradients", "ConsumedStep"]
+__all__ = ["ConsumedGradients", "ConsumedStep", "is_all_of"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 _WORTH: Final = 64 << 10
@@ -110,8 +110,8 @@ class ConsumedGradients:
             register: registers an area with a device, in the background.
             compressor: knows which entries of the gradients are left; None: gradients are dense.
             early: copy gradients during backward. Ignored with a compressor, which changes them after that.
-            counted: count the entries of every compressed gradient. For ranks: torch does not count ``all_reduce`` of a
-                gradient as a change.
+            counted: count the entries of every compressed gradient in every step. For ranks: torch does not count
+                ``all_reduce`` of a gradient as a change.
         """
         self._optimizers = list(optimizers)
         self._pool = pool
@@ -128,7 +128,9 @@ class ConsumedGradients:
         self._stashed: dict[int, Any] = {}
         self._process = os.getpid()
         self._useless_steps = 0 if early and compressor is None else _MOST_USELESS
-        self._counted = counted  # the entries of a gradient are counted before they are taken for all of it
+        # The entries of these parameters' gradients are counted before they are taken for all of it.
+        self._count_all = counted
+        self._counted: set[torch.Tensor] = set()
         self._dense: set[torch.Tensor] = set()  # parameters on devices whose gradients had other entries, too
 
     def attach(
@@ -147,6 +149,8 @@ class ConsumedGradients:
         self._instead = instead
         self._rows = [[] for _ in self._optimizers]
         self._devices = [parameter.device for parameter in form.parameters]
+        if self._count_all:
+            self._counted.update(form.parameters)
         for number, (row, parameter) in enumerate(zip(form.recipe.rows, form.parameters, strict=True)):
             self._rows[row.optimizer].append((number, parameter, row.made))
         for place, optimizer in enumerate(self._optimizers):
@@ -319,7 +323,7 @@ class ConsumedGradients:
             sparse = entries.get(parameter)
             if sparse is None:
                 continue
-            if self._counted and not _is_all_of(sparse, parameter.grad):
+            if parameter in self._counted and not is_all_of(sparse, parameter.grad):
                 continue
             form = recipe.layout.tensors[recipe.rows[row].weight]
             if (form.dtype, form.nbytes) != ("F32", 4 * sparse.size):
@@ -388,11 +392,12 @@ class ConsumedGradients:
         if self._useless_steps >= _MOST_USELESS:
             self.late()
 
-    def differed(self) -> None:
-        """The agent computed another state: from now on gradients are copied late, and compressed ones are checked."""
+    def differed(self, rows: Collection[int]) -> None:
+        """The agent computed another state of these rows: their gradients are checked from now on, and copied late."""
         # Prevents: whole tensors that are sent in every step, because a script changes gradients past torch's count
         # (``.grad.data``), where the dense gradient would do.
-        self._counted = True
+        for own in self._rows:
+            self._counted.update(parameter for row, parameter, _ in own if row in rows)
         self.late()
 
     def late(self) -> None:
@@ -442,7 +447,7 @@ def _in_turn(jobs: Sequence[Callable[[], None]]) -> None:
         job()
 
 
-def _is_all_of(sparse: SparseGradient, gradient: torch.Tensor | None) -> bool:
+def is_all_of(sparse: SparseGradient, gradient: torch.Tensor | None) -> bool:
     """Whether an fp32 gradient is +0.0 everywhere but in its entries."""
     if gradient is None:
         return False

@@ -366,7 +366,7 @@ class ReplicaSaves(StateSaves):
             light = self._plan.taken(step, self._ranks)
             if light is not None:
                 self._plans_left = _PLANS
-                return FlatState(light.tree, {**self._plan.tensors, **light.tensors})
+                return self._plan.whole(light)
             self._plan = None
         state = self._captured.state(step, self._ranks)
         flat = bridge.flattened(state, sharded=bool(self._captured.sharding))
@@ -379,9 +379,13 @@ class ReplicaSaves(StateSaves):
         replicated = self._replicated
         if replicated is None:
             return
-        names = [name for one in replicated.mismatches() for name in self._unproven.heard(one, replicated.recipe)]
+        names: list[str] = []
+        wrong: set[int] = set()
+        for one in replicated.mismatches():
+            names += self._unproven.heard(one, replicated.recipe)
+            wrong.update(number for number, fresh in one.unproven.items() if fresh)
         if names:
-            self._consumed.differed()
+            self._consumed.differed(replicated.recipe.rows_of(wrong))
             self._remark(
                 f"replica: the agent computed other values than training for {names[0]}"
                 f"{f' and {len(names) - 1} others' if len(names) > 1 else ''}, so that step is not saved (weights are "

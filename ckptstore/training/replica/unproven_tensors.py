@@ -52,10 +52,8 @@ class UnprovenTensors:
         if not wrong:
             return []
         found = set(wrong)
-        for row in recipe.rows:
-            slots = {number for _, number in row.slots}
-            if not slots.isdisjoint(wrong):
-                found |= slots  # the optimizer computes each of them from all
+        for row in recipe.rows_of(wrong):
+            found.update(number for _, number in recipe.rows[row].slots)  # the optimizer computes each from all
         return sorted(found & set(recipe.made))
 
     def sent(self, positions: Collection[int], step: int) -> None:
