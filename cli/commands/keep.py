@@ -29,7 +29,7 @@ def command(
 
     RULE is last:N, every:N, best:METRIC:N[:max], newer-than:7d, branches or tagged. A checkpoint is kept if any rule
     keeps it; every writer retires the others as it saves. The newest checkpoint is always kept, and so is one with a
-    tag.
+    tag. The rule space:4GB or space:3states keeps nothing: it limits the space of all checkpoints.
     """
     target = opened(store)
     if everything and rules:

@@ -277,6 +277,6 @@ def test_rules_in_the_docs_are_those_of_the_page() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "optimizer.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+/\d+)`", docs))
     assert named
-    assert named <= set(optim.RULES)
+    assert named <= {*optim.RULES, *optim.SCALED}
     for sentence in (r"`\[b \* 0\]` \(which is -0 or NaN for some b", r"`momentum_buffer`: `\[b \* momentum\]`"):
         assert len(re.findall(sentence, SPEC)) == 1
