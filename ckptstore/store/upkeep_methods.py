@@ -244,8 +244,8 @@ class UpkeepMethods(StoreHandle):
                 ``best:METRIC:N``: the N of that line whose metadata have the lowest METRIC (``best:METRIC:N:max``: the
                 highest). ``newer-than:7d``: those saved in the 7 days (s, m, h, d, w) before the newest was.
                 ``branches``: those that are not on the line of the newest, because a run went back. ``tagged``: only
-                those that are kept in any case. ``space:4GB``, ``space:3states``: keeps nothing, and limits the space of
-                all checkpoints.
+                those that are kept in any case. ``space:4GB``, ``space:3states``: keeps nothing, and limits the
+                space of all checkpoints.
             everything: remove the rules: every checkpoint is kept.
             take_over, timeout: as for `retire`.
 
