@@ -16,7 +16,7 @@ from tests import warmth
 from tools.warm import Script
 
 WRITER = {"staging_bytes": 64 << 20, "threads": 2, "max_in_flight": 1, "poll_seconds": None}
-OPTIONS = WRITER | {"deltas": None, "diffs": None}
+OPTIONS = WRITER | {"deltas": None, "diffs": None, "keep": None, "space": None}
 VERSION = 2
 """Of docs/agent.md."""
 

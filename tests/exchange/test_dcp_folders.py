@@ -139,12 +139,12 @@ def test_damage_is_an_error_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ({"relative_path": "../d/__0_0.distcp"}, "lies at"),
-        ({"relative_path": ".."}, "lies at"),
-        ({"relative_path": ""}, "lies at"),
-        ({"relative_path": "a\0b"}, "lies at"),
-        ({"length": 1.5}, "lies at"),
-        ({"offset": -1}, "lies at"),
+        ({"relative_path": "../d/__0_0.distcp"}, "has an invalid place"),
+        ({"relative_path": ".."}, "has an invalid place"),
+        ({"relative_path": ""}, "has an invalid place"),
+        ({"relative_path": "a\0b"}, "has an invalid place"),
+        ({"length": 1.5}, "has an invalid place"),
+        ({"offset": -1}, "has an invalid place"),
         ({"length": 2**62}, "truncated"),  # more than memory has
         ({"offset": 2**70}, "truncated"),
     ],

@@ -49,7 +49,7 @@ def test_a_ref_reads_as_it_is_written(ref: Ref) -> None:
 def test_a_range_reads_as_it_is_written(first: Ref, last: Ref) -> None:
     text = f"{first}..{last}"
     if text.count("..") > 1 or "..." in text:  # a tag with dots in it, of an older store
-        with pytest.raises(UsageError, match="no range"):
+        with pytest.raises(UsageError, match="is not a range"):
             parse_range(f"{first}..{last}..")
         return
     assert parse_range(text) == (first, last)

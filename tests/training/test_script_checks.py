@@ -247,7 +247,7 @@ def test_metrics_are_by_name(tmp_path: Path) -> None:
     script = Script()
     with script.opened(tmp_path) as checkpointer:
         script.one()
-        with pytest.raises(UsageError, match=r"metrics: float; numbers by name"):
+        with pytest.raises(UsageError, match=r"metrics: float; expected numbers by name"):
             checkpointer.step(metrics=1.5)  # type: ignore[arg-type]  # as in a careless script
 
 

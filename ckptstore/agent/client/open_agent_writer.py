@@ -191,7 +191,7 @@ class _Opener:
 
     def again(self, after: int, told: OnEvent, lost: OnLost) -> RunningAgent:
         """Start another agent after one died in term `after`."""
-        self._options |= {"keep": None}  # the store's rules may have been changed since
+        self._options |= {"keep": None, "space": None}  # the store's rules may have been changed since
         place = AgentAddress(self._url, self._name)
         try:
             return self._start(place, "latest", after, told, lost)
@@ -201,7 +201,6 @@ class _Opener:
     def _goes_on(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> bool:
         """Whether a running agent continues from `parent`, in this store, with these options."""
         greeting = left.greeting
-        # An older agent of this protocol leaves `keep` out.
         if other := other_package(greeting):
             warn(
                 f"{self._url}: the agent that an earlier trainer left (process {left.link.pid}) {other}: it writes "
@@ -209,7 +208,7 @@ class _Opener:
                 AgentRestartWarning,
             )
             return False
-        return self._fits(left, parent) and {"keep": None, **greeting["options"]} == self._options
+        return self._fits(left, parent) and bool(greeting["options"] == self._options)
 
     def _fits(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> bool:
         greeting = left.greeting

@@ -458,6 +458,8 @@ def _choose_rule(one: Joined, choices: StepChoices) -> Rules:
     if found is not None and found[1] in ("", *variants):  # another optimizer may have taken over
         encoding, variant = found
         rule = update.optimizer.rule(update.step, variant or variants[0])
+        if update.step.skipped:
+            return "predicted", rule  # a way that was chosen for other steps may need their arithmetic
         return encoding, rule if variant else optim.Skip(rule.slots)
     start, length = one.extents[0]
     old = [_joined_array(one.old(slot, start, length)) for slot in range(one.width)]
