@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -157,6 +157,19 @@ class _Mailbox:
         self._counted.call("set", 1, len(key), value=len(value))
         self._values[key] = bytes(value)
         self._counted.call("check", 1, len(key))
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        sizes = sum(map(len, values)), sum(map(len, values.values()))
+        self._counted.call("set", len(values), sizes[0], value=sizes[1])
+        self._values |= {key: bytes(value) for key, value in values.items()}
+        self._counted.call("check", 1, len(list(values)[-1]))
+
+    def get_all(self, keys: list[str]) -> list[bytes] | None:
+        if not self.has(keys):
+            return None
+        values = [self._values[key] for key in keys]
+        self._counted.call("get", len(keys), sum(map(len, keys)), value=sum(map(len, values)))
+        return values
 
     def get(self, key: str) -> bytes | None:
         if not self.has([key]):
