@@ -40,7 +40,7 @@ pytestmark = [
     ),
 ]
 
-LONGER = ("accumulate", "generator", "steps", "workers")
+LONGER = ("accumulate", "generator", "manual", "steps", "validation", "workers")
 """Cases of which CI tries each part in another case."""
 IN_PROCESS = [
     pytest.param(name, marks=long_only if name in LONGER else ())

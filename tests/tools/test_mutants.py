@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forms import short_or
+from tests.forms import long_only, short_or
 from tools.mutants import __main__ as command
 from tools.mutants.copies import repository
 from tools.mutants.drawing import changed_since, draw, modules_of
@@ -509,6 +509,7 @@ def test_the_listed_equivalents_still_apply(known: Equivalent) -> None:
 
 
 @pytest.mark.slow
+@long_only
 def test_a_sample_of_ordinary_mutants(capsys: pytest.CaptureFixture[str]) -> None:
     """``make mutants-ordinary`` tries more and elsewhere; this test, some of a module whose mutants are all killed."""
     status = command.main(["--ordinary", "4", "--quick", "--jobs", "2", "formats/history/members.py"])
