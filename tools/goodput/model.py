@@ -25,7 +25,7 @@ class Way:
         interval: iterations from one save to the next.
         stall: what one save costs the loop, waits for earlier saves included.
         durable: from the save until a failure of any kind cannot lose it; infinity: it never gets there.
-        restore: until training goes on from a durable checkpoint, without the start of the job.
+        restore: to load a durable checkpoint, so that training continues; the start of the job is not part of it.
         every: iterations between states that survive where no machine is lost (memory of an agent or a peer, a local
             disk); 0: there are none.
         near: as `durable`, for these. `near_restore`: as `restore`.

@@ -62,13 +62,13 @@ def run(asked: Asked) -> Result:
                 names,
                 {
                     "stored MB": [row.stored / 1e6 for row in fixed],
-                    "MB that the dearest restore reads": [row.worst_bytes / 1e6 for row in fixed],
+                    "MB that the most expensive restore reads": [row.worst_bytes / 1e6 for row in fixed],
                 },
                 x="T",
                 log="x",
             )
         ],
-        compared=[Compared("the checkpoint with the dearest restore, by strategy", len(found), len(found))],
+        compared=[Compared("the checkpoint with the most expensive restore, by strategy", len(found), len(found))],
         remarks=[
             "A restored checkpoint that differs from the one stored as a full ends this experiment with an error."
         ],
