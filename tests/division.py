@@ -52,6 +52,7 @@ REST: Final = (
     # Samples of orders in which a simulated device may work.
     "tests/agent/test_device_copies.py",
     "tests/frameworks/test_torch_offload.py",
+    "tests/training/test_recomputed_steps.py",
     "tests/write/test_rank_device_copies.py",
     # Scripts in interpreters of their own that end, are interrupted, or run with warnings that are errors.
     "tests/backends/test_mute_server.py",

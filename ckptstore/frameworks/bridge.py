@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptstore.errors import MissingDependencyError, UnsupportedStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from ckptstore.formats.states.state import FlatState, Parts, Recognise, Tagged, TensorSource
     from ckptstore.formats.states.state_objects import Make
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ADAPTERS",
     "Adapter",
+    "as_bf16",
+    "away",
     "copy_queue",
     "device_bytes",
     "device_digests",
@@ -32,9 +34,12 @@ __all__ = [
     "flattened",
     "object_maker",
     "optimizers",
+    "place_of_device",
     "process_group",
     "register",
     "registered",
+    "remainders",
+    "roots",
     "shards",
     "source_of",
     "tensors",
@@ -246,16 +251,60 @@ def device_bytes() -> int:
     return 0 if module is None else int(module.held())
 
 
-def device_digests(sources: Mapping[str, TensorSource]) -> Mapping[str, int]:
+def device_digests(sources: Mapping[str, TensorSource], *, small: bool = False) -> Mapping[str, int]:
     """State digests of tensors on devices, by name, computed there: `torch_digest.device_digests`.
 
     They are computed after the work that was queued before. Reading a digest waits for it.
+
+    Args:
+        small: also of small tensors.
     """
     if not torch_in_use():
         return {}
     from ckptstore.frameworks import torch_digest  # see above
 
-    return torch_digest.device_digests(sources)
+    return torch_digest.device_digests(sources, small=small)
+
+
+def away(source: TensorSource) -> bool:
+    """Whether it is a tensor on a device: `torch_recomputed.away`."""
+    if not torch_in_use():
+        return False
+    from ckptstore.frameworks import torch_recomputed  # see above
+
+    return torch_recomputed.away(source)
+
+
+def place_of_device(source: TensorSource) -> Hashable:
+    """The device and the stream of a tensor that is `away`: `torch_recomputed.place_of`."""
+    from ckptstore.frameworks import torch_recomputed  # see above
+
+    return torch_recomputed.place_of(source)
+
+
+def remainders(sources: Sequence[TensorSource]) -> TensorSource:
+    """The remainders of tensors on one device, computed there: `torch_recomputed.remainders`.
+
+    Raises:
+        MemoryError: the device has no memory for them.
+    """
+    from ckptstore.frameworks import torch_recomputed  # see above
+
+    return torch_recomputed.remainders(sources)
+
+
+def roots(numbers: Any) -> Any:
+    """Square roots of an fp32 array as torch computes them on this machine: `torch_recomputed.roots`."""
+    from ckptstore.frameworks import torch_recomputed  # see above
+
+    return torch_recomputed.roots(numbers)
+
+
+def as_bf16(source: TensorSource) -> TensorSource:
+    """A tensor on a device, converted there: `torch_recomputed.as_bf16`. Raises as `remainders`."""
+    from ckptstore.frameworks import torch_recomputed  # see above
+
+    return torch_recomputed.as_bf16(source)
 
 
 def uses_devices() -> bool:

@@ -64,7 +64,7 @@ class OpenTerm:
         self._retention: Retention | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self.writer.close)
-            tracker.install(predict=strategy == "gradient")
+            tracker.install(predict=strategy == "gradient", carry=self.writer.recomputes)
             if self.is_first:
                 self._retention = Retention(store, self.writer, settings.keep)
                 undo.callback(self._retention.abandon)

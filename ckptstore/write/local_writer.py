@@ -22,6 +22,11 @@ class LocalWriter(SaveCalls):
 
     takes_copies = True
 
+    @property
+    def recomputes(self) -> bool:
+        """See `Writer.recomputes`."""
+        return self._path.recomputes
+
     def _wait(self) -> None:
         """See `Writer.wait`."""
         self._run_in_committer(self._committer.flush_in_time)
@@ -68,6 +73,7 @@ class LocalWriter(SaveCalls):
         self._submit(self._committer.flush_and_close).result()
         self._failures.raise_unseen()
         term, parent = self._begin(ref, self.term)
+        self._path.forget()
         assert parent is not None  # a term that continues from a checkpoint has one
         self._submit(lambda: self._succeed(term, parent)).result()
         return parent

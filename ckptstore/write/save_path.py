@@ -29,9 +29,11 @@ class SavePath(ABC):
 
     Attributes:
         needs_caller: whether a waiting save holds what other calls of the same thread may need.
+        recomputes: see `Writer.recomputes`.
     """
 
     needs_caller = True
+    recomputes = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,6 +84,9 @@ class SavePath(ABC):
         """The updates of an adopted state, with copied gradients, and the snapshot that holds the gradients."""
         del flat, updates
         return (), None
+
+    def forget(self) -> None:  # noqa: B027  # only some paths keep one
+        """Forget the last state: the next one does not follow from it."""
 
     @abstractmethod
     def prepare(self, flat: FlatState) -> None:

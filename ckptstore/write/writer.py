@@ -70,6 +70,11 @@ class Writer(Finishable):
         """Raise the error that every save would raise. Does no I/O."""
 
     @property
+    def recomputes(self) -> bool:
+        """Whether the host computes the steps of devices again: then `updates` should carry gradients."""
+        return False
+
+    @property
     def inherited(self) -> object:
         """The state of a dead trainer that an agent has kept, until the first save; None: there is none."""
         return None

@@ -194,8 +194,19 @@ class WriterRuntime(Writer):
         from ckptstore.write.compressed_saves import CompressedSaves
 
         feeding = None if options.memory is None else Feeding(options.memory, self._background.submit)
+        recomputing: Recomputing | None = None
+        if options.diffs is not None and options.diffs.accumulate != "sum":
+            from ckptstore.write.steps.recomputed_steps import Recomputing
+
+            recomputing = Recomputing(self._deltas.workers)
         return CompressedSaves(
-            self._explaining, self._snapshots, self._blocks, thread=self._thread, tend=self._tend, feeding=feeding
+            self._explaining,
+            self._snapshots,
+            self._blocks,
+            thread=self._thread,
+            tend=self._tend,
+            feeding=feeding,
+            recomputing=recomputing,
         )
 
     def _expect(self, nbytes: int) -> None:

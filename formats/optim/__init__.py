@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptstore.errors import IncompatibleFormatError
 from ckptstore.formats.optim import inferred, optimizer_table, predicted, replayed, scaled, sparse, step_settings
-from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW
+from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW, move_by_roots
 from ckptstore.formats.optim.gradients import Gradient, SparseGradient
 from ckptstore.formats.optim.optimizer_table import KINDS, from_group, listed
 from ckptstore.formats.optim.predicted import CHUNK_NUMBERS
@@ -51,6 +51,7 @@ __all__ = [
     "from_group",
     "inferred",
     "listed",
+    "move_by_roots",
     "predicted",
     "replayed",
     "rule",

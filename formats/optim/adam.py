@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckptstore.formats.kernel_choice import hot
-from ckptstore.formats.optim.arithmetic import Floats, doubles, floats, fma, multiply_add, settle, single
+from ckptstore.formats.optim.arithmetic import Floats, doubles, exactly, floats, fma, multiply_add, settle, single
 from ckptstore.formats.optim.step_settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
 
 ID = "adam/1"
@@ -160,6 +160,23 @@ def second_moment(rule: AdamRule, first: Floats, old_first: Floats, old_second: 
     np.add(gradient, before, out=gradient)
     np.copyto(out, gradient, casting="unsafe")
     settle(out)
+
+
+def move_by_roots(rule: AdamRule, weight: Floats, first: Floats, roots: Floats) -> None:
+    """As `move`, but for ``divide``, with the square roots of the second moments that somebody else has computed.
+
+    Args:
+        roots: is overwritten.
+    """
+    with exactly():
+        np.divide(roots, np.float32(rule.root), out=roots)
+        np.add(roots, np.float32(rule.eps), out=roots)
+        if rule.shrink != 1.0:
+            np.multiply(weight, np.float32(rule.shrink), out=weight)
+        step = first * np.float32(rule.rate)
+        np.divide(step, roots, out=step)
+        np.add(weight, step, out=weight)
+        settle(weight)
 
 
 @hot("ckptstore.formats.optim.compiled_steps")

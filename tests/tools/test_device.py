@@ -540,10 +540,11 @@ def test_a_step_waits_for_no_device(
     row = measured(tmp_path / "run", strategy, parameters=6, agent=agent, ranks=ranks)
     assert row.training_waits == 0, row.waits
     assert row.waits
-    assert row.to_host <= 1.02 * row.state_bytes
+    recomputed = savers == "one process" and strategy == "gradient"
+    assert row.to_host <= (0.36 if recomputed else 1.02) * row.state_bytes
     assert not row.hazards
     assert row.reported == row.kept
-    assert bool(row.kept) == (savers == "ranks"), "constants of the replicas' digests"
+    assert bool(row.kept) == (savers == "ranks" or recomputed), "constants of digests"
 
 
 @pytest.mark.parametrize("savers", ["one process", "ranks"])

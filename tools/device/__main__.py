@@ -227,6 +227,7 @@ class _Step:
         self._together.wait()
         if rank == 0:
             self._machine.settle()
+            self._machine.scheduler.run_all()  # memory that another stream used is free once that stream has gone on
             self.row = self._counted()
         self._together.wait()
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import attrgetter, is_not
@@ -46,8 +46,8 @@ from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.optim.step_settings import MAX_COUNT
 from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks.torch_optimizers import kind_of
-from ckptstore.frameworks.torch_tensors import TorchSource
-from ckptstore.write.steps.updates import Found, LateGradient, Update
+from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes
+from ckptstore.write.steps.updates import Found, Hold, LateGradient, Update
 
 __all__ = ["LATER", "Gradients", "NotedStep", "OptimizerStep", "ParameterRow", "StepExplainer", "clip_factor"]
 
@@ -67,7 +67,7 @@ class OptimizerStep:
     must not change before the save has returned. ``zero_grad()`` may free them, but not with ``set_to_none=False``.
     """
 
-    __slots__ = ("_counts", "_left_out", "_notes", "_rows")
+    __slots__ = ("_counts", "_hold", "_left_out", "_notes", "_rows")
 
     def __init__(
         self,
@@ -127,12 +127,15 @@ class OptimizerStep:
             self._notes = [replace(one, gradients=given) for one in notes]
 
     @classmethod
-    def noted(cls, optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep]) -> OptimizerStep:
+    def noted(
+        cls, optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep], hold: Hold | None = None
+    ) -> OptimizerStep:
         """The step of which these numbers were noted right after it: a schedule may have changed them since.
 
         Args:
             notes: one for each optimizer. Where they do not say which parameters moved, the gradients do, if they are
                 still there.
+            hold: see `Found`.
         """
         step = cls.__new__(cls)
         step._take(
@@ -142,10 +145,12 @@ class OptimizerStep:
                 for one, note in zip(optimizers, notes, strict=True)
             ],
         )
+        step._hold = hold
         return step
 
     def _take(self, optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep]) -> None:
         self._notes = list(notes)
+        self._hold: Hold | None = None
         self._rows: list[ParameterRow]
         self._rows, self._left_out = _rows_of(optimizers, notes)
         self._counts = dict(zip(map(_key, self._rows), _counts([row.count for row in self._rows]), strict=True))
@@ -158,7 +163,7 @@ class OptimizerStep:
         explainer = StepExplainer(self._rows, self._left_out, flat)
         counts = [self._counts[_key(row)] for row in explainer.rows]
         found = list(explainer.updates(self._notes, counts, repeat(True)))
-        return Found(found, _remark(len(explainer.rows), explainer.left_out), explainer.left_out)
+        return Found(found, _remark(len(explainer.rows), explainer.left_out), explainer.left_out, self._hold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,9 @@ class NotedStep:
         moved: whether each parameter had a gradient, in the order of the groups; None: unknown, so all may have moved.
         gradients: what the optimizer consumed, by parameter, as far as it is to be stored.
         factors: clipping factor and loss scale of these gradients.
+        carried: the gradients on devices that the optimizer consumed, by parameter, and torch's counts of their changes
+            (`Update.carried`).
+        still: the numbers of parameters on devices that had no gradient.
     """
 
     groups: tuple[tuple[optim.Optimizer, float] | None, ...]
@@ -178,6 +186,8 @@ class NotedStep:
     moved: Sequence[bool] | None = None
     gradients: Mapping[torch.Tensor, TorchSource | SparseGradient | LateGradient] = field(default_factory=dict)
     factors: tuple[float, float] = (1.0, 1.0)
+    carried: Mapping[torch.Tensor, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    still: Set[int] = frozenset()
 
     @classmethod
     def of(
@@ -186,15 +196,18 @@ class NotedStep:
         *,
         skipped: bool,
         sparse: Mapping[torch.Tensor, SparseGradient | LateGradient] | None = None,
+        carry: bool = False,
     ) -> NotedStep:
         """Note a step. Call it right after the step.
 
         Args:
             sparse: what was left of the gradients that were compressed.
+            carry: refer to the gradients on devices, too.
         """
         # Training waits for this. Only SGD keeps no counts, which tell later what moved: 3,000 gradients take 2 ms.
         moved = None if skipped or not isinstance(optimizer, torch.optim.SGD) else _moved(optimizer)
-        return cls(_group_numbers(optimizer), skipped, moved, sparse or {})
+        noted = cls(_group_numbers(optimizer), skipped, moved, sparse or {})
+        return _carrying(noted, optimizer) if carry and not skipped else noted
 
     @property
     def settings(self) -> tuple[optim.Optimizer | None, ...]:
@@ -282,7 +295,9 @@ class StepExplainer:
             step = steps.get(key)
             if step is None:
                 step = steps[key] = optim.Step(_counted(count), lr, *noted.factors, noted.skipped)
-            yield Update(slots, settings, step, None if noted.skipped else noted.gradients.get(row.parameter))
+            gradient = None if noted.skipped else noted.gradients.get(row.parameter)
+            carried = _now(row, noted) if gradient is None else None
+            yield Update(slots, settings, step, gradient, carried, row.number in noted.still)
 
 
 def _rows_of(
@@ -328,6 +343,31 @@ def _moved(optimizer: torch.optim.Optimizer) -> list[bool] | None:
     """Whether each parameter has a gradient; None: none has, because the step freed them, so they say nothing."""
     found = _have_gradients(optimizer)
     return found if any(found) else None
+
+
+def _carrying(noted: NotedStep, optimizer: torch.optim.Optimizer) -> NotedStep:
+    """The note of a step with the gradients on devices, and how often torch has counted changes of them."""
+    found, still = {}, set()
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    for number, parameter in enumerate(parameters):
+        gradient = parameter.grad
+        if gradient is None:
+            still.add(number)
+        elif gradient.is_cuda:
+            found[parameter] = gradient, counted_changes(gradient)
+    # An optimizer in backward frees the gradients with its step: then they say nothing.
+    return replace(noted, carried=found, still=still) if found else noted
+
+
+def _now(row: ParameterRow, noted: NotedStep) -> TorchSource | None:
+    """The gradient that a step consumed, if it is still what it was."""
+    gradient, changes = noted.carried.get(row.parameter, (None, 0))
+    if gradient is None or counted_changes(gradient) != changes:
+        return None
+    try:
+        return _dense(row.parameter, row.sources[0], gradient)
+    except UsageError:
+        return None
 
 
 def _has_moved(noted: NotedStep, number: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.states.state import FlatState
 from ckptstore.training.optimizers.optimizer_step import NotedStep, OptimizerStep
-from ckptstore.write.steps.updates import Found, LateGradient, Updates
+from ckptstore.write.steps.updates import Found, Hold, LateGradient, Updates
 
 __all__ = ["CollectedSteps", "Compressor", "OptimizerTracker"]
 
@@ -65,6 +65,8 @@ class OptimizerTracker:
         self.loaded = False
         self._optimizers = list(optimizers)
         self._predict = False
+        self._carry = False
+        self._waits: list[Callable[[], None]] = []
         self._compressor = compressor
         self._scaler = scaler
         self._last_scale = self._scale()
@@ -74,26 +76,28 @@ class OptimizerTracker:
         self._sparse: list[Mapping[torch.Tensor, SparseGradient | LateGradient]] = [{} for _ in self._optimizers]
         self._hooks: list[Any] = []
 
-    def install(self, predict: bool) -> None:
+    def install(self, predict: bool, *, carry: bool = False) -> None:
         """Register the hooks, once.
 
         Args:
             predict: also note what step diffs need.
+            carry: also refer to gradients on devices, until `collected`.
         """
         self._predict = predict
+        self._carry = predict and carry
         if self._hooks:
             return
         for number, optimizer in enumerate(self._optimizers):
             self._hooks.append(optimizer.register_step_post_hook(self._calling(self._after, number)))
             self._hooks.append(optimizer.register_load_state_dict_post_hook(self._calling(self._load, number)))
-            if self._compressor is not None:
-                self._hooks.append(optimizer.register_step_pre_hook(self._calling(self._before, number)))
+            self._hooks.append(optimizer.register_step_pre_hook(self._calling(self._before, number)))
 
     def remove(self) -> None:
         """Remove the hooks from the optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._waits.clear()
 
     @property
     def any(self) -> bool:
@@ -124,7 +128,10 @@ class OptimizerTracker:
             why = f"{max(counts)} optimizer steps since the previous checkpoint, and only one can be explained"
         elif self._predict and trouble:
             why = f"the optimizer's step could not be noted ({trouble})"
-        return CollectedSteps(self._optimizers, counts, steps, predicted=self._predict and why is None, why=why)
+        hold = self.hold if self._carry else None
+        return CollectedSteps(
+            self._optimizers, counts, steps, predicted=self._predict and why is None, why=why, hold=hold
+        )
 
     def put_back(self, collected: CollectedSteps) -> None:
         """Add the `collected` steps again, because they were not saved."""
@@ -144,7 +151,14 @@ class OptimizerTracker:
 
         return hook
 
+    def hold(self, wait: Callable[[], None]) -> None:
+        """Call `wait` before an optimizer takes its next step: until it returns, the state is not changed."""
+        self._waits.append(wait)
+
     def _before(self, number: int) -> None:
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
         if self._predict and self._compressor is not None:
             parameters = [one for group in self._optimizers[number].param_groups for one in group["params"]]
             self._sparse[number] = self._compressor.consumed_later(parameters)
@@ -158,7 +172,7 @@ class OptimizerTracker:
         optimizer = self._optimizers[number]
         found_inf = getattr(optimizer, "found_inf", None)  # set by a GradScaler if a fused kernel checks it itself
         skipped = found_inf is not None and bool(torch.as_tensor(found_inf).item())
-        self._steps[number] = NotedStep.of(optimizer, skipped=skipped, sparse=sparse)
+        self._steps[number] = NotedStep.of(optimizer, skipped=skipped, sparse=sparse, carry=self._carry)
 
     def _load(self, _: int) -> None:
         self.loaded = True
@@ -181,8 +195,10 @@ class CollectedSteps:
         *,
         predicted: bool,
         why: str | None = None,
+        hold: Hold | None = None,
     ) -> None:
         self._optimizers = optimizers
+        self._hold = hold
         self.counts = counts
         self.steps = steps
         self._predicted = predicted
@@ -206,7 +222,7 @@ class CollectedSteps:
         if self.why is not None:
             return _unexplained(self.why)
         noted = self.noted
-        return OptimizerStep.noted(self._optimizers, noted) if noted else None
+        return OptimizerStep.noted(self._optimizers, noted, self._hold) if noted else None
 
 
 def _unexplained(why: str) -> Callable[[FlatState], Found]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
@@ -65,6 +65,9 @@ class Snapshot:
         self._stop: Callable[[], None] | None = None
         self._landed: Callable[[], None] | None = landed
         self._free: Callable[[], None] | None = free
+        self._readers = 0
+        self._freed: Callable[[], None] | None = None  # called when the last reader is done
+        self._lock = threading.Lock()
 
     def land(self) -> None:
         """End its time in flight: another snapshot may be taken."""
@@ -83,12 +86,34 @@ class Snapshot:
 
     def arrive(self) -> None:
         """Wait until all is copied. Raises the error of a copy."""
-        if self._arrive is not None:
-            self._arrive()
+        arrive = self._arrive  # another thread may wait, too
+        if arrive is not None:
+            arrive()
             self._arrive = self._stop = None
 
+    def completed_with(self, done: Future[None]) -> Callable[[], None]:
+        """Note that the copy is complete when `done` is -> a function that waits for what was begun before."""
+        before = self._arrive
+        self.arrives(done.result)
+        return before or (lambda: None)
+
+    def held(self) -> Callable[[], None]:
+        """Keep the memory as it is, also after `free` -> a function that ends this."""
+        with self._lock:
+            self._readers += 1
+        return self._release
+
+    def _release(self) -> None:
+        with self._lock:
+            self._readers -= 1
+            freed = None
+            if not self._readers:
+                freed, self._freed = self._freed, None
+        if freed is not None:
+            freed()
+
     def free(self) -> None:
-        """Return the memory to the pool."""
+        """Return the memory to the pool, once nothing holds it any more."""
         free, self._free = self._free, None
         if free is not None:
             # Prevents: giving the memory to the next save while a device, or a thread, still copies to it.
@@ -97,6 +122,10 @@ class Snapshot:
             else:
                 with contextlib.suppress(Exception):  # a failed device copies no more; the save has raised its error
                     self.arrive()
+            with self._lock:
+                if self._readers:
+                    self._freed = free
+                    return
             free()
 
     def room(self, flat: FlatState) -> dict[str, Bytes] | None:
@@ -177,9 +206,11 @@ class SnapshotPool:
         """Note that a copy of `flat` stays in memory: the next one needs other memory, which is touched now."""
         self._prepare(self._plan(flat).size, self._out + 1)
 
-    def placed(self, flat: FlatState, pool: ThreadPoolExecutor, *, queued: bool = False) -> Snapshot:
+    def placed(
+        self, flat: FlatState, pool: ThreadPoolExecutor, *, queued: bool = False, without: Container[str] = ()
+    ) -> Snapshot:
         """Copy every tensor of `flat`, whose save has a place in flight; see `copy`."""
-        snapshot = self.copy(flat, pool, queued=queued)
+        snapshot = self.copy(flat, pool, queued=queued, without=without)
         size = self._plan(flat).size
         self._prepare(size, self._limit + self._kept)
         return snapshot
@@ -188,13 +219,17 @@ class SnapshotPool:
         """Memory for a state like `flat`, at once, however many saves are in flight. Nothing is copied."""
         return self._laid_out(flat)[1]
 
-    def copy(self, flat: FlatState, pool: ThreadPoolExecutor, *, queued: bool = False) -> Snapshot:
+    def copy(
+        self, flat: FlatState, pool: ThreadPoolExecutor, *, queued: bool = False, without: Container[str] = ()
+    ) -> Snapshot:
         """Copy every tensor of `flat`, at once, however many saves are in flight.
 
         Args:
             queued: return when the copies of devices are queued. Call `Snapshot.arrive` before you read it.
+            without: names of tensors that are not copied. There is memory for them.
         """
         memory, snapshot, copies = self._laid_out(flat)
+        copies = {name: one for name, one in copies.items() if name not in without}
 
         def register(device: Any) -> None:
             self._device = device

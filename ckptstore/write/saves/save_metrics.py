@@ -39,6 +39,9 @@ class SaveMetrics:
         compacting: whether compaction in the writer's idle time was active when the save began, and paused for it.
         device_bytes: device memory that ckptstore held in this process when the save was called, besides the state's
             own tensors: the residuals of a `TopKHook`, copies of layers, constants of digests.
+        from_device: bytes that devices sent to the host for this save.
+        resent: of these, the bytes of tensors that were sent whole because the host computed them otherwise.
+        sent_whole: why devices sent the whole state; None: they did not, or the state is on no device.
     """
 
     step: int
@@ -53,6 +56,9 @@ class SaveMetrics:
     error: BaseException | None = None
     compacting: bool = False
     device_bytes: int = 0
+    from_device: int = 0
+    resent: int = 0
+    sent_whole: str | None = None
 
     @property
     def rate(self) -> float:
@@ -84,6 +90,7 @@ class SaveMeasurement:
     Attributes:
         waited: see `SaveMetrics`.
         stored: bytes on the medium, if they differ from those of the checkpoint: the bytes of one rank.
+        from_device, resent, sent_whole: see `SaveMetrics`.
     """
 
     def __init__(
@@ -99,6 +106,9 @@ class SaveMeasurement:
         """
         self.waited = 0.0
         self.stored: int | None = None
+        self.from_device = 0
+        self.resent = 0
+        self.sent_whole: str | None = None
         self._step = step
         self._nbytes = nbytes
         self._in_flight = in_flight
@@ -161,6 +171,9 @@ class SaveMeasurement:
                 error,
                 self._beside,
                 self._device_bytes,
+                self.from_device,
+                self.resent,
+                self.sent_whole,
             )
         )
 
@@ -202,7 +215,10 @@ class Meter:
         with self._lock:
             self.newest = step
             self._under_way += 1
-            return SaveMeasurement(self, step, nbytes, began, self._under_way, self.beside(), held)
+            found = SaveMeasurement(self, step, nbytes, began, self._under_way, self.beside(), held)
+        if self._tell is not None and bridge.uses_devices():
+            found.from_device = sum(one.nbytes for one in flat.tensors.values() if bridge.away(one))
+        return found
 
     def tell(self, metrics: SaveMetrics) -> None:
         """Report a save that has ended."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptstore.errors import UsageError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Explaining",
     "Found",
+    "Hold",
     "LateGradient",
     "Update",
     "Updates",
@@ -67,12 +69,25 @@ class Update:
             tensor of the parameter's size (fp32, bf16 or fp16), or its largest entries (indices into the flattened
             parameter), which may still be on their way, or None if it is not available. It must not change until the
             save has read it.
+        carried: the same, a tensor on a device, if it is not to be stored: from it the host may compute the new state,
+            which then need not leave the device (`write.steps.recomputed_steps`).
+        still: the optimizer had no gradient for the parameter, so the host may expect that nothing has changed.
     """
 
     slots: tuple[str, ...]
     optimizer: Optimizer
     step: Step
     gradient: TensorSource | SparseGradient | LateGradient | None = None
+    carried: TensorSource | None = None
+    still: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether the step should have changed nothing."""
+        return self.still or self.step.skipped
+
+
+Hold: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class Found(list[Update]):
@@ -81,10 +96,18 @@ class Found(list[Update]):
     Attributes:
         left_out: a text on updates that were not found, and why; None: all were found.
         reasons: the reasons in that text, without numbers that differ from step to step.
+        hold: takes a function that the optimizers call before their next step changes the state; None: they cannot.
     """
 
-    def __init__(self, updates: Iterable[Update], left_out: str | None = None, reasons: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        updates: Iterable[Update],
+        left_out: str | None = None,
+        reasons: Iterable[str] = (),
+        hold: Hold | None = None,
+    ) -> None:
         super().__init__(updates)
+        self.hold = hold
         self.left_out = left_out
         self.reasons = frozenset(reasons) or frozenset(() if left_out is None else (left_out,))
 
@@ -181,14 +204,23 @@ def dense_gradients(updates: Sequence[Update]) -> FlatState:
 
 
 def with_copies(
-    updates: Sequence[Update], snapshots: SnapshotPool, pool: ThreadPoolExecutor, *, queued: bool = False
+    updates: Sequence[Update],
+    snapshots: SnapshotPool,
+    pool: ThreadPoolExecutor,
+    *,
+    queued: bool = False,
+    also: Mapping[str, TensorSource] = MappingProxyType({}),
 ) -> tuple[list[Update], Snapshot | None]:
-    """The updates with copied gradients, and the snapshot that owns the copies (`queued`: see `SnapshotPool.copy`)."""
+    """The updates with copied gradients, and the snapshot that owns the copies (`queued`: see `SnapshotPool.copy`).
+
+    Args:
+        also: other tensors that are copied with them, whose names are not numbers.
+    """
     taken = with_sparse_copies(updates)
     gradients = dense_gradients(taken)
-    if not gradients.tensors:
+    if not gradients.tensors and not also:
         return taken, None
-    copied = snapshots.copy(gradients, pool, queued=queued)
-    for name, source in copied.flat.tensors.items():
-        taken[int(name)] = replace(taken[int(name)], gradient=source)
+    copied = snapshots.copy(FlatState(None, {**gradients.tensors, **also}), pool, queued=queued)
+    for name in gradients.tensors:
+        taken[int(name)] = replace(taken[int(name)], gradient=copied.flat.tensors[name])
     return taken, copied

@@ -1,0 +1,306 @@
+"""Steps of a device that the host computes again: what crosses the bus, and that the bits are those of training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Set
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.errors import StorageError  # noqa: E402
+from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
+from ckptstore.training import Checkpointer  # noqa: E402
+from ckptstore.training.optimizers.optimizer_tracker import OptimizerTracker  # noqa: E402
+from ckptstore.write.saves.save_metrics import SaveMetrics  # noqa: E402
+from ckptstore.write.steps.recomputed_steps import Recomputing  # noqa: E402
+from ckptstore.write.steps.resident_step import ResidentStep  # noqa: E402
+from tests.forms import short_or  # noqa: E402
+from tests.store.states import same  # noqa: E402
+from tests.training.test_on_device import listed, on_host  # noqa: E402
+from tools.device import simulated, why_not  # noqa: E402
+from tools.device.roundings import CONTRACTED, UNKNOWN  # noqa: E402
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+STEPS = 6
+WARM = 3
+"""Steps after which memory is registered, and the gradients' format is known."""
+
+
+class Script:
+    """100,000 parameters on a device, most of them in one tensor."""
+
+    def __init__(self, optimizer: Callable[[Any], Any]) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(300, 300), torch.nn.LayerNorm(300), torch.nn.Linear(300, 30)]
+        self.model = torch.nn.Sequential(*layers).cuda()
+        self.optimizer = optimizer(self.model.parameters())
+        self.chance = torch.Generator().manual_seed(3)
+
+    @property
+    def count(self) -> int:
+        return sum(one.numel() for one in self.model.parameters())
+
+    def backward(self, scaler: Any = None) -> None:
+        inputs = torch.randn(4, 300, generator=self.chance).cuda()
+        loss = self.model(inputs).square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+    def state(self) -> Any:
+        with torch.no_grad():
+            return copied({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: copied(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [copied(one) for one in value]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def trained(
+    place: Path,
+    optimizer: Callable[[Any], Any] = lambda ones: torch.optim.AdamW(ones, lr=1e-2),
+    *,
+    before: Callable[[Script, int], object] = lambda *_: None,
+    after: Callable[[Script, int], object] = lambda *_: None,
+    warm: int = WARM,
+    scaled: bool = False,
+    missing: Set[int] = frozenset(),
+    **options: Any,
+) -> list[SaveMetrics]:
+    """Train, compare each stored step bit for bit, and return the metrics of each.
+
+    `before` and `after` are called before and after the optimizer's step.
+    """
+    found: list[SaveMetrics] = []
+    wanted = {}
+    script = Script(optimizer)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10) if scaled else None
+    saving = Checkpointer(
+        place, model=script.model, optimizer=script.optimizer, scaler=scaler,
+        strategy="gradient", on_metrics=found.append, **options,
+    )  # fmt: skip
+    with saving as checkpointer:
+        checkpointer.resume()
+        for step in range(1, STEPS + 1):
+            script.backward(scaler)
+            before(script, step)
+            if scaler is None:
+                script.optimizer.step()
+            else:
+                scaler.step(script.optimizer)
+                scaler.update()
+            script.optimizer.zero_grad()
+            after(script, step)
+            wanted[step] = script.state()
+            pending = checkpointer.step()
+            assert pending is not None or step in missing
+            if pending is not None and step <= warm:
+                pending.exception()
+                time.sleep(0.03)  # memory is registered meanwhile
+    torch.cuda.synchronize()
+    store = ckptstore.open(place)
+    assert not store.verify(deep=True).damage
+    for step in wanted.keys() - missing:
+        state, loaded = wanted[step], store.load(step)
+        for part in ("model", "optimizer"):
+            same(listed(on_host(state[part])), listed(on_host(loaded[part])), f"step {step}: {part}")
+    return found
+
+
+ADAMS: dict[str, Callable[[Any], Any]] = {
+    "foreach": lambda ones: torch.optim.AdamW(ones, lr=1e-2, foreach=True),
+    "for-loop": lambda ones: torch.optim.AdamW(ones, lr=1e-2, foreach=False),
+    "fused": lambda ones: torch.optim.AdamW(ones, lr=1e-2, fused=True),
+    "amsgrad": lambda ones: torch.optim.Adam(ones, lr=1e-2, amsgrad=True, weight_decay=0.01),
+    "SGD": lambda ones: torch.optim.SGD(ones, lr=1e-2, momentum=0.9, nesterov=True),
+}
+KERNELS = {"as on the CPU": {}, "contracted": CONTRACTED, "unknown": UNKNOWN}
+
+
+@contextlib.contextmanager
+def strictly(seed: int = 0, **named: Any) -> Iterator[Any]:
+    """A simulated device without hazards, and no warning."""
+    with simulated(seed, **named) as machine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield machine
+        assert not machine.hazards
+
+
+def bits(one: SaveMetrics) -> float:
+    """Bits of a parameter that crossed the bus."""
+    return 8 * one.from_device / 99_930
+
+
+@pytest.mark.parametrize("optimizer", short_or(["foreach", "fused"], list(ADAMS)))
+def test_34_bits_of_a_parameter_leave_a_device(tmp_path: Path, optimizer: str) -> None:
+    with strictly():
+        found = trained(tmp_path / "run", ADAMS[optimizer])
+        assert found[0].sent_whole == "there is no earlier state in memory"
+        assert all(one.sent_whole is None for one in found[1:])
+        assert found[-1].resent == 0  # fused kernels compute the last numbers of tensors with other instructions
+        assert all(bits(one) <= 34 for one in found[WARM:])
+
+
+def test_the_bus_carries_what_the_metrics_say(tmp_path: Path) -> None:
+    """And training waits for none of it in `Checkpointer.step`; scratch is freed."""
+    with strictly() as machine:
+        script = Script(ADAMS["foreach"])
+        told: list[SaveMetrics] = []
+        with Checkpointer(
+            tmp_path / "run",
+            model=script.model,
+            optimizer=script.optimizer,
+            strategy="gradient",
+            on_metrics=told.append,
+        ) as checkpointer:
+            checkpointer.resume()
+            for _ in range(WARM + 1):
+                script.backward()
+                script.optimizer.step()
+                torch.cuda.synchronize()
+                machine.settle()
+                machine.counts.reset()
+                pending = checkpointer.step()
+                assert pending is not None
+                pending.result()
+                time.sleep(0.03)
+            counts = machine.counts
+        waits = [one for one in counts.waits if one.where and one.thread == threading.get_ident()]
+        assert not waits
+        assert told[-1].from_device == counts.to_host
+        assert told[-1].device_bytes <= 3 << 20  # constants of digests
+        torch.cuda.synchronize()
+        machine.settle()
+        assert counts.product == told[-1].device_bytes
+        assert counts.product_peak <= counts.product + 5 * told[-1].nbytes
+
+
+def test_18_bits_if_gradients_are_bf16(tmp_path: Path) -> None:
+    """In one step they are not: that is found out, and all is sent whole."""
+
+    def rounded(script: Script, step: int) -> None:
+        for one in script.model.parameters():
+            if step != STEPS:
+                one.grad.copy_(one.grad.bfloat16())
+
+    with strictly():
+        found = trained(tmp_path / "run", before=rounded)
+        assert [bits(one) <= 18 for one in found] == [False] * 2 + [True] * (STEPS - 3) + [False]
+        assert [one.resent > 0 for one in found[WARM:]] == [False, False, True]
+
+
+@pytest.mark.parametrize("kernels", short_or(["contracted"], list(KERNELS)))
+def test_kernels_that_round_otherwise(tmp_path: Path, kernels: str) -> None:
+    with strictly(roundings=KERNELS[kernels]):
+        found = trained(tmp_path / "run")
+        assert [one.resent for one in found[WARM:]] == [0] * (STEPS - WARM)
+        assert all(bits(one) <= 34 for one in found[WARM:])
+
+
+def coded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All payloads that are encoded, with what describes them."""
+    found: list[Any] = []
+    encode = ResidentStep.encode
+
+    def spy(self: ResidentStep, *args: Any, **named: Any) -> Any:
+        made = encode(self, *args, **named)
+        found.extend(
+            (made.step, one.spec.name, one.codec, str(one.params), [bytes(chunk.payload) for chunk in one.chunks])
+            for unit in made.units for one in unit
+        )  # fmt: skip
+        return made
+
+    monkeypatch.setattr(ResidentStep, "encode", spy)
+    return found
+
+
+def test_the_stored_bytes_are_those_of_a_state_that_was_sent_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = coded(monkeypatch)
+    with strictly():
+        trained(tmp_path / "recomputed")
+    recomputed, found[:] = list(found), []
+    monkeypatch.setattr(Recomputing, "sent", lambda *_: None)
+    with strictly():
+        assert all(bits(one) > 95 for one in trained(tmp_path / "whole"))
+    assert recomputed == found
+
+
+def clamped(script: Script, step: int) -> None:
+    """Change a weight after the optimizer's step: the host cannot know."""
+    if step > 2:
+        with torch.no_grad():
+            script.model[2].weight.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("seed", range(short_or(2, 30)))
+def test_what_the_host_computes_otherwise_is_sent_whole(tmp_path: Path, seed: int) -> None:
+    """Although the next step is begun at once. After three such steps the tensor is not computed any more."""
+    with simulated(seed) as machine, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = trained(tmp_path / "run", after=clamped, warm=0)
+        assert not machine.hazards
+    assert [one.resent for one in found] == [0, 0, *[4 * 9000] * 3, 0]
+    texts = [str(one.message) for one in said if one.category is UnexplainedStepWarning]
+    assert sum("the host computed other values than training for 'model.2.weight'" in text for text in texts) <= 1
+
+
+def test_a_step_is_not_saved_wrong_if_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant of the order of work: optimizers do not wait for the host."""
+    monkeypatch.setattr(OptimizerTracker, "hold", lambda *_: None)
+    compute = Recomputing.computed
+
+    def late(*args: Any) -> Any:
+        time.sleep(0.3)
+        return compute(*args)
+
+    monkeypatch.setattr(Recomputing, "computed", late)
+    with simulated(0), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(StorageError, match="was changed after its step was given to be saved"):
+            trained(tmp_path / "run", after=clamped, warm=0)
+
+
+def test_skipped_steps_and_parameters_without_a_gradient(tmp_path: Path) -> None:
+    """Only digests of them leave the device."""
+
+    def spoil(script: Script, step: int) -> None:
+        if step == WARM + 1:
+            script.model[0].weight.grad[0, 0] = float("inf")
+        if step == WARM + 2:
+            script.model[0].weight.grad = None
+
+    with strictly():
+        found = trained(tmp_path / "run", before=spoil, scaled=True)
+        assert [one.resent for one in found[WARM:]] == [0] * (STEPS - WARM)
+        assert bits(found[WARM]) < 1
+        assert bits(found[WARM + 1]) < 5
+
+
+def test_a_save_that_fails_does_no_harm_to_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host computes from the state that was given, whether it was stored or not."""
+    encode = ResidentStep.encode
+
+    def fail(self: ResidentStep, flat: Any, updates: Any, step: int, **named: Any) -> Any:
+        if step == 4:
+            raise MemoryError("injected")
+        return encode(self, flat, updates, step, **named)
+
+    monkeypatch.setattr(ResidentStep, "encode", fail)
+    with simulated(0), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = trained(tmp_path / "run", on_error="warn", missing={4})
+        assert [one.resent for one in found[2:]] == [0] * (STEPS - 2)
