@@ -201,7 +201,7 @@ def test_18_bits_if_gradients_are_bf16(tmp_path: Path) -> None:
         assert [one.resent > 0 for one in found[WARM:]] == [False, False, True]
 
 
-@pytest.mark.parametrize("kernels", short_or(["contracted"], list(KERNELS)))
+@pytest.mark.parametrize("kernels", short_or(["contracted", "unknown"], list(KERNELS)))
 def test_kernels_that_round_otherwise(tmp_path: Path, kernels: str) -> None:
     with strictly(roundings=KERNELS[kernels]):
         found = trained(tmp_path / "run")
@@ -302,5 +302,5 @@ def test_a_save_that_fails_does_no_harm_to_the_next_one(tmp_path: Path, monkeypa
     monkeypatch.setattr(ResidentStep, "encode", fail)
     with simulated(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = trained(tmp_path / "run", on_error="warn", missing={4})
+        found = trained(tmp_path / "run", on_error="warn", missing={4}, warm=4)
         assert [one.resent for one in found[2:]] == [0] * (STEPS - 2)
