@@ -16,9 +16,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore import DiffOptions  # noqa: E402
 from ckptstore.errors import StorageError  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
-from ckptstore.training import Checkpointer  # noqa: E402
+from ckptstore.training import Checkpointer, OptimizerStep, clip_factor  # noqa: E402
 from ckptstore.training.optimizers.optimizer_tracker import OptimizerTracker  # noqa: E402
 from ckptstore.write.saves.save_metrics import SaveMetrics  # noqa: E402
 from ckptstore.write.steps.recomputed_steps import Recomputing  # noqa: E402
@@ -304,3 +305,38 @@ def test_a_save_that_fails_does_no_harm_to_the_next_one(tmp_path: Path, monkeypa
         warnings.simplefilter("ignore")
         found = trained(tmp_path / "run", on_error="warn", missing={4}, warm=4)
         assert [one.resent for one in found[2:]] == [0] * (STEPS - 2)
+
+
+def test_a_writer_and_bf16_gradients_that_are_given(tmp_path: Path) -> None:
+    """Weights in bf16, masters in fp32, clipping: 16 bits and the remainders of a master."""
+    with strictly():
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter((torch.randn(320, 320, device="cuda") * 0.05).bfloat16())
+        master = weight.detach().float().clone().requires_grad_(True)
+        optimizer = torch.optim.AdamW([master], lr=1e-2, weight_decay=0.1)
+        found: list[SaveMetrics] = []
+        wanted = []
+        store = ckptstore.open(tmp_path / "run", create=True)
+        with store.writer(diffs=DiffOptions(), on_metrics=found.append, max_in_flight=2) as writer:
+            for step in range(1, STEPS + 1):
+                weight.grad = None
+                (torch.randn(8, 320, device="cuda", dtype=torch.bfloat16) @ weight).float().square().sum().backward()
+                assert weight.grad is not None
+                master.grad = weight.grad.float()
+                norm = torch.nn.utils.clip_grad_norm_([master], 1.0)
+                optimizer.step()
+                updates = OptimizerStep(optimizer, gradients={master: weight.grad}, clip=clip_factor(norm, 1.0))
+                with torch.no_grad():
+                    weight.copy_(master)
+                state = {"master": master, "optimizer": optimizer.state_dict()}
+                pending = writer.save_async(state, step, updates=updates)
+                wanted.append(on_host(copied(state)))
+                if step <= WARM:
+                    pending.result()
+                    time.sleep(0.03)
+        torch.cuda.synchronize()
+        for step, state in enumerate(wanted, 1):
+            same(listed(state), listed(on_host(store.load(step))), f"step {step}")
+        assert [one.resent for one in found[2:]] == [0] * (STEPS - 2)
+        assert all(8 * one.from_device / 320**2 <= 18 for one in found[2:])
+        assert found[-1].stored * 8 / 320**2 < 16  # the gradient was stored

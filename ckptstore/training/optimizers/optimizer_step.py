@@ -32,11 +32,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, Final, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -67,7 +69,7 @@ class OptimizerStep:
     must not change before the save has returned. ``zero_grad()`` may free them, but not with ``set_to_none=False``.
     """
 
-    __slots__ = ("_counts", "_hold", "_left_out", "_notes", "_rows")
+    __slots__ = ("_counts", "_hold", "_left_out", "_notes", "_optimizers", "_rows")
 
     def __init__(
         self,
@@ -115,12 +117,14 @@ class OptimizerStep:
         if gradients == "grad" and not any_moved:
             gradients = "none"  # they were freed already; a prediction needs none
         only_moved = isinstance(gradients, str) and not skipped and any_moved
+        self._optimizers = list(optimizers)
         factors = (float(clip), loss_scale)
         notes = [
             NotedStep(_group_numbers(one), skipped, each if only_moved else None, factors=factors)
             for one, each in zip(optimizers, moved, strict=True)
         ]
         self._take(optimizers, notes)
+        self._hold = self._hold_optimizers
         if not skipped and gradients != "none":
             found = {row.parameter: _gradient(row.parameter, row.sources[0], gradients) for row in self._rows}
             given = {parameter: one for parameter, one in found.items() if one is not None}
@@ -154,6 +158,14 @@ class OptimizerStep:
         self._rows: list[ParameterRow]
         self._rows, self._left_out = _rows_of(optimizers, notes)
         self._counts = dict(zip(map(_key, self._rows), _counts([row.count for row in self._rows]), strict=True))
+
+    def _hold_optimizers(self, wait: Callable[[], None]) -> None:
+        for one in self._optimizers:
+            waits = _waits.get(one)
+            if waits is None:
+                waits = _waits[one] = []
+                one.register_step_pre_hook(partial(_wait_for, waits))
+            waits.append(wait)
 
     def __call__(self, flat: FlatState) -> Found:
         """The updates of the parameters whose slots `flat` holds, in the order of the optimizers' parameters.
@@ -343,6 +355,17 @@ def _moved(optimizer: torch.optim.Optimizer) -> list[bool] | None:
     """Whether each parameter has a gradient; None: none has, because the step freed them, so they say nothing."""
     found = _have_gradients(optimizer)
     return found if any(found) else None
+
+
+_waits: Final[WeakKeyDictionary[torch.optim.Optimizer, list[Callable[[], None]]]] = WeakKeyDictionary()
+"""What optimizers wait for before their next step. Those that are here have a hook for it, as long as they live."""
+
+
+def _wait_for(waits: list[Callable[[], None]], *_: Any) -> None:
+    taken = list(waits)
+    waits.clear()
+    for wait in taken:
+        wait()
 
 
 def _carrying(noted: NotedStep, optimizer: torch.optim.Optimizer) -> NotedStep:
