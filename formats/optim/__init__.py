@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptstore.errors import IncompatibleFormatError
 from ckptstore.formats.optim import inferred, optimizer_table, predicted, replayed, scaled, sparse, step_settings
-from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW, move_by_roots
+from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW, changes, move_by_roots
 from ckptstore.formats.optim.gradients import Gradient, SparseGradient
 from ckptstore.formats.optim.optimizer_table import KINDS, from_group, listed
 from ckptstore.formats.optim.predicted import CHUNK_NUMBERS
@@ -43,6 +43,7 @@ __all__ = [
     "StepLink",
     "advance",
     "bound",
+    "changes",
     "choose",
     "choose_variant",
     "decode",

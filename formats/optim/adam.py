@@ -162,19 +162,27 @@ def second_moment(rule: AdamRule, first: Floats, old_first: Floats, old_second: 
     settle(out)
 
 
-def move_by_roots(rule: AdamRule, weight: Floats, first: Floats, roots: Floats) -> None:
-    """As `move`, but for ``divide``, with the square roots of the second moments that somebody else has computed.
-
-    Args:
-        roots: is overwritten.
-    """
+def changes(rule: AdamRule, first: Floats, roots: Floats) -> Floats:
+    """What `move` adds to the shrunk weight, from the first moments and the square roots of the second ones."""
     with exactly():
-        np.divide(roots, np.float32(rule.root), out=roots)
-        np.add(roots, np.float32(rule.eps), out=roots)
+        below = roots / np.float32(rule.root)
+        np.add(below, np.float32(rule.eps), out=below)
+        step: Floats
+        if rule.variant == "divide":
+            step = first / below
+            np.multiply(step, np.float32(rule.rate), out=step)
+        else:
+            step = first * np.float32(rule.rate)
+            np.divide(step, below, out=step)
+        return step
+
+
+def move_by_roots(rule: AdamRule, weight: Floats, first: Floats, roots: Floats) -> None:
+    """As `move`, but for ``divide``, with square roots of the second moments that somebody else has computed."""
+    step = changes(rule, first, roots)
+    with exactly():
         if rule.shrink != 1.0:
             np.multiply(weight, np.float32(rule.shrink), out=weight)
-        step = first * np.float32(rule.rate)
-        np.divide(step, roots, out=step)
         np.add(weight, step, out=weight)
         settle(weight)
 

@@ -117,6 +117,7 @@ class OptimizerStep:
         if gradients == "grad" and not any_moved:
             gradients = "none"  # they were freed already; a prediction needs none
         only_moved = isinstance(gradients, str) and not skipped and any_moved
+        self._hold: Hold | None = None
         self._optimizers = list(optimizers)
         factors = (float(clip), loss_scale)
         notes = [
@@ -124,7 +125,7 @@ class OptimizerStep:
             for one, each in zip(optimizers, moved, strict=True)
         ]
         self._take(optimizers, notes)
-        self._hold = self._hold_optimizers
+        self._hold = self._make_wait
         if not skipped and gradients != "none":
             found = {row.parameter: _gradient(row.parameter, row.sources[0], gradients) for row in self._rows}
             given = {parameter: one for parameter, one in found.items() if one is not None}
@@ -150,16 +151,16 @@ class OptimizerStep:
             ],
         )
         step._hold = hold
+        step._optimizers = list(optimizers)
         return step
 
     def _take(self, optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep]) -> None:
         self._notes = list(notes)
-        self._hold: Hold | None = None
         self._rows: list[ParameterRow]
         self._rows, self._left_out = _rows_of(optimizers, notes)
         self._counts = dict(zip(map(_key, self._rows), _counts([row.count for row in self._rows]), strict=True))
 
-    def _hold_optimizers(self, wait: Callable[[], None]) -> None:
+    def _make_wait(self, wait: Callable[[], None]) -> None:
         for one in self._optimizers:
             waits = _waits.get(one)
             if waits is None:

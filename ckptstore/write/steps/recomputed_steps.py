@@ -425,7 +425,7 @@ class _Work:
                     _advance(self._update, variant, parts, before[0], gradient)
             for slot, (packed, first) in self._marks.items():
                 digits = remainders.unpack(packed, first + start, first + stop)
-                remainders.settle(parts[slot], digits, before[slot])
+                remainders.settle(parts[slot], digits, *_parts_of_sum(self._update, variant, slot, before[slot], parts))
         return [digest.partial(part, start) for part in parts]
 
     def _gradient(self, start: int, stop: int) -> _Array | None:
@@ -493,6 +493,31 @@ def _advance(update: Update, variant: str, state: Sequence[_Array], weight: _Arr
         new, first, second = (state[slot][tile].view("<f4") for slot in (0, 1, -1))
         state[0][tile] = weight[tile]
         optim.move_by_roots(rule, new, first, bridge.roots(second))
+
+
+def _parts_of_sum(
+    update: Update, variant: str, slot: int, old: _Array, new: Sequence[_Array]
+) -> tuple[_Array, remainders.Changes | None]:
+    """What a step adds up to a slot: the bit patterns of what is exact, and what returns the changes, if it is known.
+
+    Args:
+        old: the old slot. `new`: the new slots.
+    """
+    rule = _rule(update, update.optimizer.variants[0] if variant == _ROOTS else variant)
+    if slot or not isinstance(rule, optim.AdamRule):
+        return old, None
+    adam, addend = rule, old
+    if adam.shrink != 1.0:
+        with np.errstate(all="ignore"):
+            addend = (old.view("<f4") * np.float32(adam.shrink)).view("<u4")
+
+    def changes(indices: npt.NDArray[np.intp]) -> npt.NDArray[np.float32]:
+        first, second = new[1][indices].view("<f4"), new[-1][indices].view("<f4")
+        with np.errstate(all="ignore"):
+            roots = bridge.roots(second) if variant == _ROOTS else np.sqrt(second)
+            return optim.changes(adam, first, roots)
+
+    return addend, changes
 
 
 def _rule(update: Update, variant: str) -> optim.Rule:
