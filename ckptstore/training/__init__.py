@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptstore.training.layerwise.layerwise_snapshots import LayerwiseSnapshots
     from ckptstore.training.loaders.counted_batches import CountedBatches
     from ckptstore.training.loaders.loader_counting import counted
-    from ckptstore.training.optimizers.optimizer_step import OptimizerStep, clip_factor
+    from ckptstore.training.optimizers.optimizer_step import OptimizerStep, QuantizedGradient, clip_factor
     from ckptstore.training.optimizers.topk import TopKHook
     from ckptstore.training.settings import CheckpointerOptions, SlowSavesWarning, UnsavedStepWarning
 
@@ -29,6 +29,7 @@ _HOME = {
     "LayerwiseReport": "layerwise.gate_times",
     "LayerwiseSnapshots": "layerwise.layerwise_snapshots",
     "OptimizerStep": "optimizers.optimizer_step",
+    "QuantizedGradient": "optimizers.optimizer_step",
     "SlowSavesWarning": "settings",
     "TopKHook": "optimizers.topk",
     "UnsavedStepWarning": "settings",
@@ -46,6 +47,7 @@ __all__ = [
     "LayerwiseReport",
     "LayerwiseSnapshots",
     "OptimizerStep",
+    "QuantizedGradient",
     "SlowSavesWarning",
     "TopKHook",
     "UnsavedStepWarning",

@@ -13,7 +13,7 @@ from typing import Any
 from ckptstore.errors import IncompatibleFormatError
 from ckptstore.formats.optim import inferred, optimizer_table, predicted, replayed, scaled, sparse, step_settings
 from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW, changes, move_by_roots
-from ckptstore.formats.optim.gradients import Gradient, SparseGradient
+from ckptstore.formats.optim.gradients import ITEMSIZES, Gradient, SparseGradient, numbers_of_image
 from ckptstore.formats.optim.optimizer_table import KINDS, from_group, listed
 from ckptstore.formats.optim.predicted import CHUNK_NUMBERS
 from ckptstore.formats.optim.sgd import SGD, SGDRule
@@ -24,6 +24,7 @@ from ckptstore.formats.optim.step_tiles import advance, widen
 
 __all__ = [
     "CHUNK_NUMBERS",
+    "ITEMSIZES",
     "KINDS",
     "RULES",
     "SCALED",
@@ -53,6 +54,7 @@ __all__ = [
     "inferred",
     "listed",
     "move_by_roots",
+    "numbers_of_image",
     "predicted",
     "replayed",
     "rule",

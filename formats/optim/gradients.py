@@ -10,12 +10,16 @@ The first byte of the payload gives the form (``FORMS``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.formats import dtypes
 from ckptstore.formats.codecs import Planes, as_bytes, kernels
 from ckptstore.formats.codecs.kernels import Bytes
 from ckptstore.formats.codecs.plane_coder import Cursor
@@ -27,6 +31,30 @@ KINDS = ("F32", "BF16", "F16")
 _PLANES = {word: Planes(word, "rotate") for word in (2, 4)}
 _NOTHING = np.empty(0, np.uint8)
 _ITEMSIZES = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+ITEMSIZES: Final[Mapping[str, int]] = MappingProxyType({**_ITEMSIZES, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1})
+"""Bytes of a number of a gradient in memory, by logical dtype. Those of one byte are stored as bf16, without loss."""
+_VIEWS: Final = {"F32": "<u4", "BF16": "<u2", "F16": "<f2"}
+
+
+def numbers_of_image(dtype: str, image: Bytes) -> Array:
+    """The numbers of a gradient whose bytes are in memory, in a form that is stored: fp32, fp16, or patterns.
+
+    Args:
+        dtype: one of `ITEMSIZES`.
+    """
+    if dtype in _VIEWS:
+        return image.view(_VIEWS[dtype])
+    found: Array = _as_bf16(dtype)[image]
+    return found
+
+
+@lru_cache(maxsize=4)
+def _as_bf16(dtype: str) -> npt.NDArray[np.uint16]:
+    """The bf16 pattern of each number of one byte."""
+    numbers = np.arange(256, dtype=np.uint8).view(dtypes.get(dtype).numpy).astype(np.float32)
+    return (numbers.view(np.uint32) >> 16).astype("<u2")
 
 
 @dataclass(frozen=True, slots=True)

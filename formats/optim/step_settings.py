@@ -28,6 +28,7 @@ class Step:
         clip: the factor by which clipping multiplied the gradient before the step (``clip_grad_norm_``; 1 for none).
         loss_scale: the number by which the gradient was divided before that (``GradScaler``; 1 for none).
         skipped: whether the step was skipped, because the scaler found an infinity. Then nothing changes.
+        scale: the factor by which the numbers of a quantized gradient are multiplied before that (1 for none).
     """
 
     count: int
@@ -35,17 +36,20 @@ class Step:
     clip: float = 1.0
     loss_scale: float = 1.0
     skipped: bool = False
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MAX_COUNT:
             raise ValueError(f"steps are counted from 1 to 2**53, not {self.count}")
         if not math.isfinite(self.lr) or not math.isfinite(self.loss_scale) or self.loss_scale == 0:
             raise ValueError(f"learning rate {self.lr} and loss scale {self.loss_scale}: finite, the scale not 0")
+        if not math.isfinite(self.scale):
+            raise ValueError(f"a scale of {self.scale}: it must be finite")
 
     @property
     def scales(self) -> tuple[float, ...]:
         """The factors of the gradient, in order, as fp32 numbers. Factors of exactly 1 are left out."""
-        factors = (single(1.0 / self.loss_scale), single(self.clip))
+        factors = (single(self.scale), single(1.0 / self.loss_scale), single(self.clip))
         return tuple(factor for factor in factors if factor != 1.0)
 
 

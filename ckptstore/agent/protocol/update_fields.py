@@ -71,7 +71,7 @@ def updates_form(updates: Sequence[Update], layout: StateLayout, packed: Packed)
     return {
         "optimizers": [_settings_form(one) for one in optimizers],
         "steps": [
-            [one.count, number_form(one.lr), number_form(one.clip), number_form(one.loss_scale), one.skipped]
+            [one.count, *map(number_form, (one.lr, one.clip, one.loss_scale)), one.skipped, number_form(one.scale)]
             for one in steps
         ],
         "rows": rows,
@@ -106,8 +106,8 @@ def read_updates(form: Any, layout: StateLayout, memory: Bytes) -> list[Update]:
     """
     optimizers = [_settings(one) for one in form["optimizers"]]
     steps = [
-        Step(whole_number(count), number(lr), number(clip), number(scale), bool(skipped))
-        for count, lr, clip, scale, skipped in form["steps"]
+        Step(whole_number(count), number(lr), number(clip), number(loss_scale), bool(skipped), *map(number, scale))
+        for count, lr, clip, loss_scale, skipped, *scale in form["steps"]
     ]
     found = []
     for slots, optimizer, step, gradient in form["rows"]:

@@ -24,7 +24,7 @@ with the reason (`UnexplainedStepWarning`):
 
 A `DTensor` stands for its local part (``to_local()``), which is what a rank saves.
 
-Only dense gradients in fp32, bf16 or fp16 are stored, no ``torch.sparse`` ones. Without a gradient the step is
+Only dense gradients in fp32, bf16, fp16 or 8 bits are stored, no ``torch.sparse`` ones. Without a gradient the step is
 predicted from the states alone.
 """
 
@@ -51,12 +51,38 @@ from ckptstore.frameworks.torch_optimizers import kind_of
 from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes
 from ckptstore.write.steps.updates import Found, Hold, LateGradient, Update
 
-__all__ = ["LATER", "Gradients", "NotedStep", "OptimizerStep", "ParameterRow", "StepExplainer", "clip_factor"]
+__all__ = [
+    "LATER",
+    "Gradients",
+    "NotedStep",
+    "OptimizerStep",
+    "ParameterRow",
+    "QuantizedGradient",
+    "StepExplainer",
+    "clip_factor",
+]
 
-Gradients: TypeAlias = Literal["none", "grad"] | Mapping[torch.Tensor, torch.Tensor | SparseGradient]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedGradient:
+    """A gradient in 8 bits, as it was sent between machines: the optimizer consumed ``values.float() * scale``.
+
+    Attributes:
+        values: of the parameter's shape, ``int8``, ``float8_e4m3fn`` or ``float8_e5m2``.
+        scale: a number of fp32, the same for the whole tensor.
+    """
+
+    values: torch.Tensor
+    scale: float
+
+
+Gradients: TypeAlias = (
+    Literal["none", "grad"] | Mapping[torch.Tensor, torch.Tensor | SparseGradient | QuantizedGradient]
+)
 """Where an `OptimizerStep` takes gradients from: nowhere, ``parameter.grad``, or this mapping by parameter."""
 
 _GRADIENTS: Final = ("F32", "BF16", "F16")
+_QUANTA: Final = ("I8", "F8_E4M3", "F8_E5M2")
 LATER: Final = 2
 """Any count but 1: SGD's buffer existed before, or there is no base from which the step could start."""
 
@@ -88,7 +114,8 @@ class OptimizerStep:
                 step is predicted from the states, which costs about the same in fp32. A mapping holds gradients by
                 parameter, each with the parameter's shape in fp32, bf16 or fp16, or its largest entries; a parameter
                 without an entry is predicted. With bf16 weights and an fp32 master in the optimizer, pass the bf16
-                gradient here and its factor as ``clip``: that takes a ninth of the state instead of a third.
+                gradient here and its factor as ``clip``: that takes a ninth of the state instead of a third. A gradient
+                of 8 bits and its scale are passed as a `QuantizedGradient`.
             clip: the factor by which training multiplied these gradients before the optimizer consumed them. 1 if they
                 are clipped already, as ``parameter.grad`` is after ``clip_grad_norm_``. `clip_factor` computes it from
                 the norm.
@@ -129,7 +156,7 @@ class OptimizerStep:
         if not skipped and gradients != "none":
             found = {row.parameter: _gradient(row.parameter, row.sources[0], gradients) for row in self._rows}
             given = {parameter: one for parameter, one in found.items() if one is not None}
-            self._notes = [replace(one, gradients=given) for one in notes]
+            self._notes = [replace(one, gradients=given, scales=_scales(gradients)) for one in notes]
 
     @classmethod
     def noted(
@@ -192,6 +219,7 @@ class NotedStep:
         carried: the gradients on devices that the optimizer consumed, by parameter, and torch's counts of their changes
             (`Update.carried`).
         still: the numbers of parameters on devices that had no gradient.
+        scales: the scales of quantized gradients, by parameter.
     """
 
     groups: tuple[tuple[optim.Optimizer, float] | None, ...]
@@ -201,6 +229,7 @@ class NotedStep:
     factors: tuple[float, float] = (1.0, 1.0)
     carried: Mapping[torch.Tensor, tuple[torch.Tensor, int]] = field(default_factory=dict)
     still: Set[int] = frozenset()
+    scales: Mapping[torch.Tensor, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -296,7 +325,7 @@ class StepExplainer:
             counts: of each of `rows`, its count of steps.
             moved: of each of `rows`, whether the step may have moved it.
         """
-        steps: dict[tuple[int, int, float], optim.Step] = {}
+        steps: dict[tuple[int, int, float, float], optim.Step] = {}
         for row, slots, count, may_have_moved in zip(self.rows, self._slots, counts, moved, strict=False):
             noted = notes[row.optimizer]
             # A group that was split off after the step has no numbers: nothing is known of what the step did there.
@@ -304,10 +333,11 @@ class StepExplainer:
             if numbers is None or not (may_have_moved or noted.skipped) or not _has_moved(noted, row.number):
                 continue
             settings, lr = numbers
-            key = row.optimizer, row.group, count
+            scale = noted.scales.get(row.parameter, 1.0)
+            key = row.optimizer, row.group, count, scale
             step = steps.get(key)
             if step is None:
-                step = steps[key] = optim.Step(_counted(count), lr, *noted.factors, noted.skipped)
+                step = steps[key] = optim.Step(_counted(count), lr, *noted.factors, noted.skipped, scale)
             gradient = None if noted.skipped else noted.gradients.get(row.parameter)
             carried = _now(row, noted) if gradient is None else None
             yield Update(slots, settings, step, gradient, carried, row.number in noted.still)
@@ -500,11 +530,23 @@ def _gradient(
             if given.size != weight.nbytes // 4:
                 raise UsageError(f"a sparse gradient of {given.size} numbers for a parameter of {weight.nbytes // 4}")
             return given
+        if isinstance(given, QuantizedGradient):
+            if not math.isfinite(given.scale):
+                raise UsageError(f"a quantized gradient has a scale of {given.scale}; a finite number is needed")
+            return _dense(parameter, weight, given.values, _QUANTA)
         return None if given is None else _dense(parameter, weight, given)
     return None if gradients == "none" or parameter.grad is None else _dense(parameter, weight, parameter.grad)
 
 
-def _dense(parameter: torch.Tensor, weight: TorchSource, gradient: torch.Tensor) -> TorchSource | None:
+def _scales(gradients: Gradients) -> dict[torch.Tensor, float]:
+    """The scales of quantized gradients."""
+    given = () if isinstance(gradients, str) else gradients.items()
+    return {one: float(its.scale) for one, its in given if isinstance(its, QuantizedGradient)}
+
+
+def _dense(
+    parameter: torch.Tensor, weight: TorchSource, gradient: torch.Tensor, dtypes: Sequence[str] = _GRADIENTS
+) -> TorchSource | None:
     placements = getattr(gradient, "placements", None)
     if placements is not None and placements != getattr(parameter, "placements", None):
         return None  # such as a partial sum: not what this rank's optimizer consumed
@@ -512,7 +554,7 @@ def _dense(parameter: torch.Tensor, weight: TorchSource, gradient: torch.Tensor)
     if shape != weight.shape:
         raise UsageError(f"a gradient of shape {shape} for a parameter of {weight.shape}")
     source = _source(gradient)
-    return source if source is not None and source.dtype in _GRADIENTS else None
+    return source if source is not None and source.dtype in dtypes else None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ class GradientSum:
         made = []
         for slots, total in self._sums.items():
             update = self._updates[slots]
-            single = replace(update.step, clip=1.0, loss_scale=1.0)
+            single = replace(update.step, clip=1.0, loss_scale=1.0, scale=1.0)
             state = []
             for name in slots:
                 view = flat.tensors[name].view()

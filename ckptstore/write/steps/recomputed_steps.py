@@ -49,8 +49,6 @@ _ROOTS: Final = "roots"
 nearest. Optimizers that are not fused compute so on the CPU."""
 _TILE: Final = 1 << 15
 """Numbers of which torch computes roots in the thread that asks."""
-_ITEMSIZES: Final = {"F32": 4, "BF16": 2, "F16": 2}
-_WORDS: Final = {"F32": "<u4", "BF16": "<u2", "F16": "<f2"}
 
 _Array = npt.NDArray[Any]
 
@@ -200,7 +198,7 @@ class Recomputing:
             return "the gradient is not there any more, or has changed since the optimizer's step"
         if _is_dense(gradient):
             assert sources[0] is not None
-            if _ITEMSIZES.get(gradient.dtype, 0) * sources[0].nbytes != 4 * gradient.nbytes:
+            if optim.ITEMSIZES.get(gradient.dtype, 0) * sources[0].nbytes != 4 * gradient.nbytes:
                 return "a gradient has another dtype or size than its parameter"
             if update.gradient is None and gradient.nbytes >= len(right) * sources[0].nbytes:
                 return "the gradient is as large as what the host can compute from it"
@@ -434,8 +432,8 @@ class _Work:
             return None
         if isinstance(gradient, optim.SparseGradient):
             return gradient.part(start, stop).dense()
-        item = _ITEMSIZES[gradient.dtype]
-        return _bytes(gradient)[item * start : item * stop].view(_WORDS[gradient.dtype])
+        item = optim.ITEMSIZES[gradient.dtype]
+        return optim.numbers_of_image(gradient.dtype, _bytes(gradient)[item * start : item * stop])
 
     def different(self, sums: Sequence[int], digests: Mapping[str, int]) -> list[int]:
         """The slots whose digests differ from those that the device computed."""

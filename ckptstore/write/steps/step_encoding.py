@@ -359,11 +359,7 @@ def _fits(gradient: TensorSource | optim.SparseGradient | None, count: int) -> b
     """Whether it is a gradient of `count` numbers."""
     if gradient is None or isinstance(gradient, optim.SparseGradient):
         return gradient is None or gradient.size == count
-    return _ITEMSIZES.get(gradient.dtype, 0) * count == gradient.nbytes
-
-
-_ITEMSIZES: Final = {"F32": 4, "BF16": 2, "F16": 2}
-_WORDS: Final = {"F32": "<u4", "BF16": "<u2", "F16": "<f2"}
+    return optim.ITEMSIZES.get(gradient.dtype, 0) * count == gradient.nbytes
 
 
 def _kind(update: Update) -> str:
@@ -396,7 +392,7 @@ def join(updates: Iterator[Update], flat: FlatState, base: Base) -> Iterator[Joi
 
 def _range(gradient: TensorSource, start: int, length: int, cut: bool) -> tuple[int, int]:
     """Start and length in bytes of a chunk's numbers (`start` and `length`: bytes of fp32), or of all without `cut`."""
-    item = _ITEMSIZES[gradient.dtype]
+    item = optim.ITEMSIZES[gradient.dtype]
     return (start * item // 4, length * item // 4) if cut else (0, gradient.nbytes)
 
 
@@ -406,7 +402,7 @@ def _numbers(
     """The numbers of a dense gradient; see `_range`."""
     assert gradient is not None
     assert not isinstance(gradient, optim.SparseGradient)
-    return read(gradient, *_range(gradient, start, length, cut)).view(_WORDS[gradient.dtype])
+    return optim.numbers_of_image(gradient.dtype, read(gradient, *_range(gradient, start, length, cut)))
 
 
 def numbers_of(gradient: TensorSource | None) -> npt.NDArray[np.float32]:

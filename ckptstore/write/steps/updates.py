@@ -66,9 +66,9 @@ class Update:
         optimizer: the settings of the parameter's group.
         step: the numbers of this step.
         gradient: the gradient that the optimizer consumed, before loss scale and clipping of `step` are applied: a
-            tensor of the parameter's size (fp32, bf16 or fp16), or its largest entries (indices into the flattened
-            parameter), which may still be on their way, or None if it is not available. It must not change until the
-            save has read it.
+            tensor of the parameter's size (fp32, bf16, fp16, or int8 and fp8 with a `Step.scale`), or its largest
+            entries (indices into the flattened parameter), which may still be on their way, or None if it is not
+            available. It must not change until the save has read it.
         carried: the same, a tensor on a device, if it is not to be stored: from it the host may compute the new state,
             which then need not leave the device (`write.steps.recomputed_steps`).
         still: the optimizer had no gradient for the parameter, so the host may expect that nothing has changed.
