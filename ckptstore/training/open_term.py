@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from ckptstore import agent
+from ckptstore.errors import UsageError
 from ckptstore.store import Store
 from ckptstore.training import strategies
 from ckptstore.training.capture.script_state import ScriptState
@@ -123,12 +124,15 @@ def _writer_options(
     settings: SaveSettings, captured: ScriptState, strategy: Strategy, group: Group | None
 ) -> dict[str, Any]:
     """The options of `Store.writer`. Raises `UsageError`."""
+    if settings.recompute and group is not None:
+        raise UsageError("recompute: not with ranks that save together, where each copies its own share")
     found = strategies.writer_options(
         strategy,
         settings.full_every,
         settings.batch,
         settings.deltas,
         settings.every,
+        recompute=settings.recompute,
         once=_stores_once(captured),
     )
     found |= {"max_in_flight": settings.max_in_flight, "threads": settings.threads, "keep": settings.keep.store_rules}

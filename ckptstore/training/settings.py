@@ -48,6 +48,9 @@ class CheckpointerOptions(TypedDict, total=False):
         full_every: with step diffs, checkpoints from one full to the next (default 100).
         batch: with step diffs, steps that are written together (default 1). If the process is killed, the steps that
             wait for their batch are lost.
+        recompute: with step diffs and parameters on a device, compute each new state again on the host, so that a third
+            of its bytes leaves the device; the optimizer's next step waits for it (default False: `DiffOptions`). Not
+            with `agent` or ranks.
         deltas: options of delta compression.
         max_in_flight, threads: as for `Store.writer` (2 and 2).
         keep_last: keep this many newest checkpoints and retire the others.
@@ -81,6 +84,7 @@ class CheckpointerOptions(TypedDict, total=False):
     save_every: int | SavePolicy | Literal["continuous"]
     full_every: int
     batch: int
+    recompute: bool
     deltas: DeltaOptions | None
     max_in_flight: int
     threads: int
@@ -112,6 +116,7 @@ class SaveSettings:
     save_every: int | SavePolicy | Literal["continuous"] = 1
     full_every: int = 100
     batch: int = 1
+    recompute: bool = False
     deltas: DeltaOptions | None = None
     max_in_flight: int = 2
     threads: int = 2
@@ -151,6 +156,10 @@ class SaveSettings:
             raise UsageError("grace_seconds: a number of seconds is needed")
         if not isinstance(self.agent, bool):
             raise UsageError(f"agent: {self.agent!r:.80}; it may be True or False")
+        if not isinstance(self.recompute, bool):
+            raise UsageError(f"recompute: {self.recompute!r:.80}; it may be True or False")
+        if self.agent and self.recompute:
+            raise UsageError("recompute: not with agent=True; strategy='replica' computes the steps in the agent")
         if self.compact is not None and not isinstance(self.compact, CompactOptions):
             raise UsageError(f"compact: {self.compact!r:.80}; it takes CompactOptions, as compact=CompactOptions()")
         if self.agent and self.compact is not None:

@@ -203,6 +203,7 @@ def writer_options(
     deltas: DeltaOptions | None,
     save_every: int | None = 1,
     *,
+    recompute: bool = False,
     once: bool = False,
 ) -> dict[str, Any]:
     """The options of `Store.writer` for a strategy.
@@ -216,6 +217,8 @@ def writer_options(
     """
     if strategy != "gradient" and batch != 1:
         raise UsageError(f"batch={batch}: only step diffs are written in batches, and the strategy is {strategy!r}")
+    if strategy != "gradient" and recompute:
+        raise UsageError(f"recompute: only for step diffs, and the strategy is {strategy!r}")
     if strategy == "full":
         return {}
     coded = deltas
@@ -224,5 +227,5 @@ def writer_options(
     if strategy == "delta" or (strategy == "replica" and save_every != 1):  # several steps cannot be explained as one
         return {"deltas": coded}
     # The Checkpointer handles SIGTERM: it saves the current step first.
-    diffs = DiffOptions(full_every=full_every, batch=batch, flush_on_sigterm=False)
+    diffs = DiffOptions(full_every=full_every, batch=batch, flush_on_sigterm=False, recompute=recompute)
     return {"diffs": diffs, "deltas": coded} if deltas is not None or once else {"diffs": diffs}

@@ -124,8 +124,7 @@ class CompressedSaves(SavePath):
         measured = job.measured
         measured.from_device += sum(one.nbytes for one in dense_gradients(found).tensors.values() if bridge.away(one))
         if self._recomputing is None:
-            measured.sent_whole = "the writer makes no step diffs of whole copies (diffs=, without memory= and sums)"
-            return None
+            return None  # it was not asked for
         if not isinstance(found, Found) or found.hold is None:
             measured.sent_whole = "nothing makes the optimizers wait, or their step is not known"
             return None

@@ -117,3 +117,5 @@ class WriterOptions:
             )
         if self.diffs is not None and self.diffs.accumulate == "sum":
             raise UsageError("memory: not with DiffOptions(accumulate='sum'), which keeps whole gradients in memory")
+        if self.diffs is not None and self.diffs.recompute:
+            raise UsageError("memory: not with DiffOptions(recompute=True), which keeps the state before in memory")

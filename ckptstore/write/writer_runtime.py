@@ -195,7 +195,7 @@ class WriterRuntime(Writer):
 
         feeding = None if options.memory is None else Feeding(options.memory, self._background.submit)
         recomputing: Recomputing | None = None
-        if options.diffs is not None and options.diffs.accumulate != "sum":
+        if options.diffs is not None and options.diffs.recompute:
             from ckptstore.write.steps.recomputed_steps import Recomputing
 
             recomputing = Recomputing(self._deltas.workers)

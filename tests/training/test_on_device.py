@@ -44,6 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "full": {"strategy": "full"},
     "delta": {"strategy": "delta"},
     "gradient": {"strategy": "gradient", "full_every": 5},
+    "gradient+recompute": {"strategy": "gradient", "full_every": 5, "recompute": True},
     "full by an agent": {"strategy": "full", "agent": True},
     "gradient by an agent": {"strategy": "gradient", "full_every": 5, "agent": True},
     "auto": {},

@@ -8,7 +8,8 @@ threads that train are counted apart) and who asked for them, launches, device m
 are threads, each with a device of its own and the same model; their numbers are added up.
 
 ``gradient+topk`` is ``gradient`` with a `TopKHook` (density 1 %, of each tensor or, ``+bucket``, of all of them); its
-``compress`` counts, too. ``replica+topk`` and ``replica+bucket`` are ``replica`` with ``TopKHook(0.01, exact=False)``.
+``compress`` counts, too. ``+recompute``: the host computes the new state again. ``replica+topk`` and
+``replica+bucket`` are ``replica`` with ``TopKHook(0.01, exact=False)``.
 ``layerwise`` is `LayerwiseSnapshots` in one process, with copies to the host or, ``+device``, on the device first.
 """
 
@@ -42,7 +43,8 @@ from tools.device import Machine, simulated, why_not
 __all__ = ["Row", "main", "measured"]
 
 STRATEGIES: Final = (
-    "full", "delta", "gradient", "gradient+topk", "gradient+bucket", "layerwise", "layerwise+device"
+    *("full", "delta", "gradient", "gradient+recompute", "gradient+topk", "gradient+topk+recompute"),
+    *("gradient+bucket", "layerwise", "layerwise+device"),
 )  # fmt: skip
 REPLICA: Final = ("replica", "replica+topk", "replica+bucket")
 """Strategies of an agent alone."""
@@ -182,7 +184,9 @@ class _Step:
         """What a script calls before the optimizer's step, and after it -> the save."""
         from ckptstore.training import Checkpointer, LayerwiseSnapshots, TopKHook
 
-        strategy, _, kind = self._strategy.partition("+")
+        strategy, *kinds = self._strategy.split("+")
+        recompute = "recompute" in kinds
+        kind = next((one for one in kinds if one != "recompute"), "")
         if strategy == "layerwise":
             mode: Any = kind or "host"
             with (
@@ -203,6 +207,7 @@ class _Step:
             agent=self._agent,
             on_metrics=self._measured,
             compressor=hook,
+            recompute=recompute,
             **options,
         ) as checkpointer:
             checkpointer.resume()

@@ -42,6 +42,7 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "full": {"strategy": "full"},
     "delta": {"strategy": "delta"},
     "gradient": {"strategy": "gradient", "full_every": 4},
+    "gradient+recompute": {"strategy": "gradient", "full_every": 4, "recompute": True},
     "gradient+topk": {"strategy": "gradient", "full_every": 4, "compressed": "tensor"},
     "gradient+bucket": {"strategy": "gradient", "full_every": 4, "compressed": "bucket"},
     "layerwise+host": {},

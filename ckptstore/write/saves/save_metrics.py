@@ -41,7 +41,7 @@ class SaveMetrics:
             own tensors: the residuals of a `TopKHook`, copies of layers, constants of digests.
         from_device: bytes that devices sent to the host for this save.
         resent: of these, the bytes of tensors that were sent whole because the host computed them otherwise.
-        sent_whole: why devices sent the whole state; None: they did not, or the state is on no device.
+        sent_whole: with `DiffOptions.recompute`, why devices sent the whole state; None: they did not.
     """
 
     step: int
