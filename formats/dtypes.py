@@ -112,7 +112,13 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
     if found is None:
         found = _FROM_NUMPY.get(dtype.newbyteorder("<"))
     if found is None:
-        raise UnsupportedStateError(f"numpy dtype {dtype} cannot be stored: use another, or a list")
+        if dtype.names:
+            remedy = "store each of its fields, {name: x[name] for name in x.dtype.names}"
+        else:
+            remedy = (
+                "store its tolist()" if dtype.hasobject else "store it as another, astype(numpy.float64) for example"
+            )
+        raise UnsupportedStateError(f"numpy dtype {dtype} cannot be stored: {remedy}")
     return found
 
 

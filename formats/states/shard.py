@@ -89,7 +89,10 @@ class Shards:
         inner = [Box(_minus(one.offset, box.offset), one.shape) for one in boxes]
         if boxes and (missing := gap(box.shape, inner)) is not None:
             where = Box(tuple(map(int.__add__, missing.offset, box.offset)), missing.shape)
-            raise UsageError(f"Shards: together they are not a box: {where} of {box} is in none of them")
+            raise UsageError(
+                f"Shards: together they are not a box: {where} of {box} is in none of them. A rank stores one box of a "
+                "tensor: give it another part, or each part a name of its own"
+            )
 
     @property
     def global_shape(self) -> tuple[int, ...]:

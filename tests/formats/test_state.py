@@ -6,11 +6,16 @@ import argparse
 import dataclasses
 import datetime
 import enum
+import ipaddress
 import json
 import math
 import random
+import re
 import struct
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+import sys
+import threading
+import types
+from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,6 +281,41 @@ def test_refused_objects_name_their_path_and_what_to_do(value: object, advice: s
     with pytest.raises(UnsupportedStateError, match=advice) as caught:
         flatten({"model": [1, {7: value}]})
     assert str(caught.value).startswith("state['model'][1][7]: ")
+
+
+@pytest.mark.parametrize(
+    ("value", "named", "expression"),
+    [
+        (random.Random(1), "its getstate()", lambda x: x.getstate()),
+        (np.random.Philox(1), "its .state", lambda x: x.state),
+        (np.random.SeedSequence(1), "its .state", lambda x: x.state),
+        (re.compile("a"), "its .pattern", lambda x: x.pattern),
+        (ipaddress.ip_address("10.0.0.1"), "str() of it", str),
+        (ValueError("no"), "str() of it", str),
+        (ChainMap({"a": 1}), "dict() of it", dict),
+        (UserDict(a=1), "dict() of it", dict),
+        (types.MappingProxyType({"a": 1}), "dict() of it", dict),
+        ({"a": 1}.keys(), "list() of it", list),
+        ({"a": 1}.values(), "list() of it", list),
+        (np.zeros(2, [("a", "i4")]), "{name: x[name] for", lambda x: {name: x[name] for name in x.dtype.names}),
+        (np.array([None]), "its tolist()", lambda x: x.tolist()),
+        (np.zeros(2, np.longdouble), "astype(numpy.float64)", lambda x: x.astype(np.float64)),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_the_expression_that_a_refusal_names_can_be_stored(value: Any, named: str, expression: Any) -> None:
+    with pytest.raises(UnsupportedStateError) as caught:
+        flatten({"a": value})
+    assert f"store {named}" in str(caught.value) or f", {named}" in str(caught.value)
+    flatten({"a": expression(value)})
+
+
+@pytest.mark.parametrize(
+    "value", [threading.Lock(), iter([1]), sys.stdout, (one for one in "ab")], ids=lambda one: type(one).__name__
+)
+def test_handles_are_refused_as_such(value: Any) -> None:
+    with pytest.raises(UnsupportedStateError, match="a handle is not state; leave it out"):
+        flatten({"a": value})
 
 
 def test_integers_that_no_reader_takes() -> None:

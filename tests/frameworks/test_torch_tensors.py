@@ -354,7 +354,8 @@ REFUSED = {
     "uninitialized": (torch.nn.UninitializedParameter, "UninitializedParameter"),
     "freed": (freed, "freed"),
     "module": (lambda: torch.nn.Linear(2, 2), "state_dict"),
-    "storage": (lambda: torch.ones(1).untyped_storage(), "store tensors"),
+    "storage": (lambda: torch.ones(1).untyped_storage(), "store the tensor that has it"),
+    "layout": (lambda: torch.strided, r"store str\(\) of it"),
     "version": (lambda: torch.__version__, "str"),
 }
 

@@ -24,8 +24,9 @@ import ckptstore  # noqa: E402 - the libraries decide whether this file runs at 
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.errors import StateMismatchError, UnsupportedStateError  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
-from tests.forms import in_turn, short_or  # noqa: E402
+from tests.forms import in_turn, long_only, short_or  # noqa: E402
 from tools.bench.training.adapters import CASES, QUANTIZED, Job, eager, main, run  # noqa: E402
+from tools.kills.loop_kills import Form, sweep  # noqa: E402
 from tools.warm import MODULES, Warm  # noqa: E402
 
 pytestmark = [
@@ -117,6 +118,14 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, case: str, warm_libr
         assert process.returncode == 0, said
     assert set(lines()) == set(wanted), "losses that the run that was never killed does not have"
     assert list(dict.fromkeys(lines())) == wanted
+
+
+@pytest.mark.parametrize("strategy", ["auto", *(pytest.param(one, marks=long_only) for one in ("full", "delta"))])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=long_only)])
+def test_a_loop_with_peft_that_is_killed(tmp_path: Path, workers: int, strategy: str, warm_libraries: Warm) -> None:
+    """Dropout, shuffling, two micro-batches in a step."""
+    result = sweep(warm_libraries.start, tmp_path, Form("peft", workers, strategy), short_or(1, 25), "2")
+    assert result.kills == short_or(1, 25)
 
 
 def test_an_adapter_is_left_out_of_nothing_and_its_base_of_everything(tmp_path: Path) -> None:

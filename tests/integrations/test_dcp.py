@@ -36,6 +36,7 @@ from ckptstore.integrations.dcp.save_turns import SaveTurns, turns_of  # noqa: E
 from tests.forms import long_only  # noqa: E402
 from tests.integrations import dcp_loop  # noqa: E402
 from tests.integrations.dcp_job import same  # noqa: E402
+from tools.dcp_tests.__main__ import patched  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
 pytestmark = [
@@ -372,6 +373,31 @@ def test_what_names_no_store_or_two_is_refused(checkpoint_id: Any, url: str | No
 def test_dcp_can_ask_whether_an_id_names_a_store() -> None:
     for kind in (CkptstoreReader, CkptstoreWriter):
         assert [kind.validate_checkpoint_id(one) for one in ("runs/a/100", "100")] == [True, False]
+
+
+def test_the_storage_that_torchs_own_tests_get(tmp_path: Path, warm: Warm) -> None:
+    """``python -m tools.dcp_tests`` runs them; it takes minutes, and their files."""
+    line, _, rest = patched("# text\nimport torch\n").removeprefix("# text\n").partition("\n")
+    assert rest == "import torch\n"
+    script = f"""{line}
+import torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+place = {str(tmp_path / "step")!r}
+for number in range(2):
+    dcp.save({{"w": torch.full((2,), number)}}, checkpoint_id=place, no_dist=True)
+found = {{"w": torch.zeros(2, dtype=torch.int64)}}
+dcp.load(found, storage_reader=dcp.FileSystemReader(place), no_dist=True)
+assert found["w"].tolist() == [1, 1]
+try:
+    dcp.save(found, storage_writer=FileSystemWriter(place, overwrite=False, thread_count=2), no_dist=True)
+except dcp.api.CheckpointException as error:
+    assert "already exists" in str(error), error
+else:
+    raise SystemExit("saved over a checkpoint")
+"""
+    done = warm.run([sys.executable, "-W", "ignore", "-c", script], timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert ckptstore.open(tmp_path / "step").latest_step() == 2
 
 
 def test_a_writer_is_no_group(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 
 The files come from a checkout of PyTorch at the version that is installed. Each is copied to a temporary folder, with
 one line before its imports, and run by pytest. Tests that need several GPUs skip themselves, as on any such machine.
+torch's tests need the package ``expecttest``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import click
 __all__ = ["main", "patched", "run"]
 
 _FIRST_IMPORT = re.compile(r"^(?:import|from) (?!__future__)", re.MULTILINE)
-_LINE = "import tools.dcp_tests.storage  # our storage, before torch's is imported\n"
+_LINE = "import tools.dcp_tests.storage; tools.dcp_tests.storage.install()  # before torch's classes are imported\n"
 
 
 def patched(text: str) -> str:

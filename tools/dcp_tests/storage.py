@@ -1,6 +1,6 @@
 """Puts our storage in the place of torch's `FileSystemWriter` and `FileSystemReader`, with their arguments.
 
-A copied test imports this module before torch's classes, in every process that it starts.
+A copied test calls `install` before it imports torch's classes, in every process that it starts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils, filesystem
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import ckptstore
 from ckptstore.integrations.dcp import CkptstoreReader, CkptstoreWriter
+from ckptstore.integrations.dcp.checkpoint_ids import place_of
 
 __all__ = ["FileSystemReader", "FileSystemWriter", "install"]
 
@@ -30,16 +30,16 @@ class FileSystemWriter(CkptstoreWriter):
         **others: Any,
     ) -> None:
         del ignored, others  # how torch's writer divides its files
-        CkptstoreWriter.__init__(self, path)
-        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        super().__init__(path, cache_staged_state_dict=cache_staged_state_dict)
+        self._path = os.fspath(path)
         self._fresh = not overwrite
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """As torch's: ``overwrite=False`` refuses a place that has a checkpoint."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        assert self._place is not None
-        if self._fresh and ckptstore.open(self._place.url).latest_step() is not None:
-            raise RuntimeError(f"Checkpoint already exists in {self._place.url}")
+        url = place_of(self.checkpoint_id, self._path, None).url
+        if self._fresh and ckptstore.open(url).latest_step() is not None:
+            raise RuntimeError(f"Checkpoint already exists in {url}")
 
 
 class FileSystemReader(CkptstoreReader):
@@ -55,6 +55,3 @@ def install() -> None:
     for module in (dcp, filesystem, _storage_utils):
         module.FileSystemWriter = FileSystemWriter  # type: ignore[attr-defined]
         module.FileSystemReader = FileSystemReader  # type: ignore[attr-defined]
-
-
-install()
