@@ -42,6 +42,9 @@ pytestmark = [
 
 LONGER = (
     "persistent",
+    "augmented-stateful",
+    "stateful",
+    "stateful-dispatcher",
     "stateful-seedable",
     "stateful-workers-generator",
     "stateful-dispatcher-workers",

@@ -256,7 +256,9 @@ def whole_lora(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str]
 
 
 @pytest.mark.parametrize(
-    ("options", "workers"), [({}, 0), ({"only": "trainable"}, 2), ({"strategy": "full"}, 0)], ids=str
+    ("options", "workers"),
+    [pytest.param({}, 0, marks=long_only), ({"only": "trainable"}, 2), ({"strategy": "full"}, 0)],
+    ids=str,
 )
 def test_a_killed_run_with_lora_repeats_the_numbers(
     tmp_path: Path, whole_lora: dict[tuple[int, str], str], options: dict[str, Any], workers: int

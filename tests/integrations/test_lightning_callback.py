@@ -144,7 +144,7 @@ def test_the_example_is_killed_and_continues(tmp_path: Path, warm_lightning: War
     assert len(ckptstore.open(tmp_path / "run" / "best").tags()) == 2
 
 
-@pytest.mark.parametrize("case", ["ddp", "fsdp"])
+@pytest.mark.parametrize("case", [pytest.param("ddp", marks=long_only), "fsdp"])
 def test_ranks_continue_bit_for_bit(tmp_path: Path, case: str, warm_lightning: Warm) -> None:
     def ranks(*runs: tuple[str, str, str]) -> None:
         with socket.socket() as free:

@@ -26,7 +26,7 @@ def packages() -> tuple[Path, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3, short_or(4, 11)))
 def test_both_versions_restore_what_either_saved(packages: tuple[Path, Path], seed: int, tmp_path: Path) -> None:
-    outcome = interleaving.interleave(packages, tmp_path, operations=short_or(20, 60), seed=seed)
+    outcome = interleaving.interleave(packages, tmp_path, operations=short_or(10, 60), seed=seed)
     assert outcome.saved
     assert outcome.compared >= outcome.saved
     assert {line.split(":")[0] for line in outcome.operations} == {"frozen", "present"}
