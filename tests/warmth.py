@@ -19,7 +19,7 @@ import pytest
 
 from tools.warm import Script, Warm
 
-__all__ = ["close", "nursery", "run", "start", "warm_starts"]
+__all__ = ["borrow", "close", "nursery", "run", "start", "warm_starts"]
 
 # Let OpenMP threads sleep while they wait for each other. By default they spin, and where more processes train than
 # there are cores they did little else (4.2 s of a core for a test that takes 0.5). torch reads the setting at import:
@@ -41,6 +41,12 @@ def nursery() -> Warm:
         if not _MADE:
             _MADE.append(Warm(env=_AT_FIRST))
         return _MADE[0]
+
+
+def borrow() -> None:
+    """Start scripts in the nursery of the test that started this process with ``stdin=nursery().lent``."""
+    with _MAKING:
+        _MADE.append(Warm.borrowed())
 
 
 def close() -> None:

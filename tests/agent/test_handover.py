@@ -20,7 +20,7 @@ from ckptstore import DiffOptions
 from ckptstore.agent import AgentWriter
 from ckptstore.errors import AgentBusyError, CheckpointNotFoundError, UsageError
 from tests.agent.lives import agents, alive, begun, kill, run, started, truth, until
-from tests.forms import short_or
+from tests.forms import in_turn, short_or
 from tests.store.states import same, training_state
 from tests.write.trainer import Trainer
 
@@ -113,8 +113,7 @@ writer.save_async(FlatState({"big": {"$a": "big"}}, {"big": Stops()}), 3)
 """
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
-@pytest.mark.parametrize("when", ["wait", "at once"])
+@pytest.mark.parametrize(("when", "in_flight"), in_turn(["wait", "at once"], [1, 3]))
 @pytest.mark.usefixtures("warm_agents")
 def test_a_buffer_that_is_half_filled_is_never_offered(tmp_path: Path, in_flight: int, when: str) -> None:
     run(HALF, tmp_path / "store", in_flight, when, code=-9)

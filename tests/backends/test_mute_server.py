@@ -17,6 +17,7 @@ import ckptstore
 from ckptstore.backends.base import SegmentSource
 from ckptstore.backends.object_store import segment_ranges
 from ckptstore.host import cancellable_calls
+from tests.forms import in_turn
 from tools.objects.proxy import FaultProxy, Rule
 from tools.objects.server import Server, options_for
 
@@ -72,8 +73,9 @@ def wait_until_mute(proxy: FaultProxy, process: subprocess.Popen[str]) -> None:
     time.sleep(0.1)  # others of its threads ask, too
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("mute", ["get", "range"])
+@pytest.mark.parametrize(
+    ("mute", "number", "code"), in_turn(["get", "range"], [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+)
 def test_a_command_ends_at_once(
     s3: Server, proxy: FaultProxy, large: str, tmp_path: Path, mute: str, number: int, code: int
 ) -> None:

@@ -1,8 +1,9 @@
 """Runs of Lightning's `Trainer` with tiny modules, in this process or as a script:
 
-    python -m tests.integrations.lightning_job FOLDER LOSSES CASE [AT]
+    python -m tests.integrations.lightning_job CASE FOLDER LOSSES AT [FOLDER LOSSES AT ...]
 
-LOSSES gets a line for each batch. CASE names a row of `CASES`. AT: raise an error before that batch.
+A run for each FOLDER, one after the other. Its LOSSES get a line for each batch. CASE names a row of `CASES`. AT: raise
+an error before that batch; ``end``: do not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptstore.integrations.lightning import StepCheckpoint
+from tests.loader_workers import ended_workers
 
 __all__ = ["CASES", "Manual", "Net", "Sharded", "Stop", "StoppedError", "fit", "lines_of", "main", "trainer_of"]
 
@@ -167,7 +169,7 @@ def fit(
 ) -> pl.Trainer:
     """Train; after a `StoppedError`, return. `store`: None: without a `StepCheckpoint`. `saved`: its options."""
     torch.manual_seed(3)
-    data = TensorDataset(torch.randn(84 if ranks else 42, 8))
+    data = TensorDataset(torch.randn(40 if ranks else 42, 8))
     kind: Any = DataLoader
     if stateful:
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -185,16 +187,17 @@ def fit(
         module = Sharded(losses)
     ours = [] if store is None else [StepCheckpoint(store, strategy=strategy, **(saved or {}))]
     trainer = trainer_of([*ours, *callbacks], **options)
-    with contextlib.suppress(StoppedError):
+    with contextlib.suppress(StoppedError), ended_workers():
         trainer.fit(module, loader, DataLoader(data, batch_size=8) if validated else None)
     return trainer
 
 
-def main(folder: str, losses: str, case: str, at: str = "") -> None:
+def main(case: str, *runs: str) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    fit(folder, Path(losses), *([Stop(int(at))] if at else []), **CASES[case])
+    for folder, losses, at in zip(runs[::3], runs[1::3], runs[2::3], strict=True):
+        fit(folder, Path(losses), *([Stop(int(at))] if at != "end" else []), **CASES[case])
 
 
 if __name__ == "__main__":

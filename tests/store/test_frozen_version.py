@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forms import short_or
+from tests.forms import LONG, short_or
 from tools.frozen import installing, interleaving
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,9 @@ def packages() -> tuple[Path, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3, short_or(4, 11)))
 def test_both_versions_restore_what_either_saved(packages: tuple[Path, Path], seed: int, tmp_path: Path) -> None:
-    outcome = interleaving.interleave(packages, tmp_path, operations=short_or(20, 60), seed=seed)
+    # Its kernels are compiled in every process, which takes twenty seconds of a core.
+    kernels = {} if LONG else {"CKPTSTORE_KERNELS": "numpy"}
+    outcome = interleaving.interleave(packages, tmp_path, operations=short_or(20, 60), seed=seed, of_frozen=kernels)
     assert outcome.saved
     assert outcome.compared >= outcome.saved
     assert {line.split(":")[0] for line in outcome.operations} == {"frozen", "present"}

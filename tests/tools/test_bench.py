@@ -324,7 +324,7 @@ def test_two_versions_take_turns_in_processes_of_their_own(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "work",
-    [work if work in ("save", "step-delta") else pytest.param(work, marks=long_only) for work in version_turns.WORKS],
+    [work if work == "save" else pytest.param(work, marks=long_only) for work in version_turns.WORKS],
 )
 def test_two_versions_work_in_turns(tmp_path: Path, work: str) -> None:
     options = ["--work", work, "--rounds", "2", "--size", "16", "--json", str(tmp_path)]

@@ -22,6 +22,7 @@ from tools.conformance.page.codecs import RefusedError
 from tools.conformance.page.store import Store
 from tools.golden import make_conformance
 
+pytestmark = pytest.mark.usefixtures("haste")  # what is damaged or missing on purpose is asked for again at once
 STORES: dict[str, Any] = json.loads(SET.read_text())["stores"]
 
 

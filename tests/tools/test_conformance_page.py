@@ -34,6 +34,7 @@ from tools.conformance.page.store import Store
 from tools.golden.make_conformance import flip, make_folded, named, of_segments, rewritten, slot_files
 from tools.golden.make_segments import RUN, packed, state_of
 
+pytestmark = pytest.mark.usefixtures("haste")  # what is damaged or missing on purpose is asked for again at once
 OTHER_RUN = "f" * 32
 
 

@@ -7,7 +7,6 @@ one fails, and the correct one never does.
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import math
 import threading
@@ -34,7 +33,7 @@ from ckptstore.training import Checkpointer, LayerwiseSnapshots, TopKHook  # noq
 from ckptstore.training.capture.capture_plan import StatePlan  # noqa: E402
 from ckptstore.training.layerwise.layer_sources import LayerSource, staged  # noqa: E402
 from ckptstore.write.steps.updates import LateGradient, arrived  # noqa: E402
-from tests.forms import short_or  # noqa: E402
+from tests.forms import in_turn, short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.test_on_device import check, check_sparse  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
@@ -46,6 +45,8 @@ from tools.device.roundings import CONTRACTED  # noqa: E402
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 SEEDS = range(short_or(8, 40))
+FEW = range(short_or(3, 40))
+"""For what takes longer, and whose mutants are tried with all."""
 N = 64
 
 
@@ -530,16 +531,15 @@ def test_a_state_on_a_device_is_flattened_once(tmp_path: Path, strategy: Any, mo
 
 
 @pytest.mark.parametrize(
-    ("strategy", "savers"),
-    [*itertools.product(("full", "delta", "gradient"), SAVERS), ("gradient+recompute", "one process")],
+    ("savers", "strategy"),
+    [*in_turn([*SAVERS], ["full", "delta", "gradient"]), ("one process", "gradient+recompute")],
 )
 def test_a_step_waits_for_no_device(
-    tmp_path: Path, strategy: str, savers: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, savers: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once memory is registered. Nothing leaves the device twice."""
     agent, ranks = SAVERS[savers]
-    if not ranks:
-        start_warm(monkeypatch)
+    start_warm(monkeypatch)
     row = measured(tmp_path / "run", strategy, parameters=6, agent=agent, ranks=ranks)
     assert row.training_waits == 0, row.waits
     assert row.waits
@@ -606,7 +606,7 @@ def compressed(seed: int, device: str, late: Callable[[TopKHook, Any], Any], **o
 def test_gradients_are_compressed_as_on_the_host(scope: str, momentum: float) -> None:
     wanted = compressed(0, "cpu", TopKHook.consumed, scope=scope, momentum=momentum)
     assert [sorted(one) for one in wanted] == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3], [0, 2, 3, 4], [0, 1, 2, 3, 4]]
-    for seed in SEEDS:
+    for seed in FEW:
         assert compressed(seed, "cuda", TopKHook.consumed_later, scope=scope, momentum=momentum) == wanted
 
 
@@ -634,8 +634,7 @@ def test_what_is_not_finite_is_sent_and_never_kept_on_a_device(scope: Any, momen
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_replicas_step_waits_for_no_device(tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients leave the device, and digests; of the parameters that the agent computes nothing else."""
-    if not ranks:
-        start_warm(monkeypatch)
+    start_warm(monkeypatch)
     row = measured(tmp_path / "run", "replica", parameters=6, agent=True, ranks=ranks)
     assert row.training_waits == 0, row.waits
     assert row.waits
@@ -643,14 +642,12 @@ def test_a_replicas_step_waits_for_no_device(tmp_path: Path, ranks: int, monkeyp
     assert not row.hazards
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-@pytest.mark.parametrize("strategy", ["replica+topk", "replica+bucket"])
+@pytest.mark.parametrize(("strategy", "ranks"), in_turn(["replica+topk", "replica+bucket"], [2, 0]))
 def test_of_compressed_gradients_a_replica_takes_only_entries(
     tmp_path: Path, strategy: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Indices, values and digests leave the device, and parameters that are too small for the agent to compute."""
-    if not ranks:
-        start_warm(monkeypatch)
+    start_warm(monkeypatch)
     row = measured(tmp_path / "run", strategy, parameters=6, agent=True, ranks=ranks)
     assert row.training_waits == 0, row.waits
     assert row.waits
@@ -703,7 +700,7 @@ def layer_by_layer(seed: int, mode: str, change: Callable[[pytest.MonkeyPatch], 
 
 @pytest.mark.parametrize("mode", ["host", "device"])
 def test_layer_by_layer(mode: str) -> None:
-    assert [seed for seed in range(12) if not layer_by_layer(seed, mode, lambda _: None)] == []
+    assert [seed for seed in range(short_or(6, 12)) if not layer_by_layer(seed, mode, lambda _: None)] == []
 
 
 @pytest.mark.parametrize("mode", ["host", "device"])
@@ -814,7 +811,7 @@ def test_layers_that_are_abandoned_while_a_device_copies_them(
 ) -> None:
     if agent:
         start_warm(monkeypatch)
-    for seed in SEEDS:
+    for seed in FEW:
         hazards, right = abandoned(seed, mode, lambda _: None, tmp_path / f"{seed}" if agent else None)
         assert not hazards, seed
         assert right, seed

@@ -24,7 +24,7 @@ from tools.fuzz.targets import TARGETS
 from tools.fuzz.worker import Recorder
 from tools.mutants.copies import repository
 
-RUNS = short_or(50, 150)
+RUNS = short_or(25, 150)
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 
 from tests import warmth  # noqa: E402
 from tests.forms import LONG, in_turn, long_only  # noqa: E402 - torch decides whether this file runs at all
+from tests.warm_agents import start_warm  # noqa: E402
 from tools.bench.training.training_loop import Trainer, tensors  # noqa: E402
 from tools.bench.training.training_strategies import AbsentError  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
@@ -40,7 +41,8 @@ MORE = [pytest.param(way, 0, marks=long_only) for way in ("full-agent", "layer-d
 @pytest.fixture(autouse=True)
 def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
-    if not LONG:  # each table makes a nursery, which imports torch
+    if not LONG:  # each table makes a nursery, which imports torch, and each agent imports it
+        start_warm(monkeypatch)
         monkeypatch.setattr(table, "Warm", lambda *_, **__: contextlib.nullcontext(warmth.nursery()))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -94,7 +96,7 @@ def test_what_had_ended_when_the_time_was_up_is_reported(tmp_path: Path) -> None
         "@pytest.mark.gpu\ndef test_without_end():\n    time.sleep(600)\n"
     )
     began = time.monotonic()
-    rows = list(suite.run_tests([file], tmp_path, seconds=12))
+    rows = list(suite.run_tests([file], tmp_path, seconds=8))
     assert time.monotonic() - began < 120
     assert [row.outcome for row in rows] == ["passed", "failed", "not run"]
     assert "2 had ended" in rows[-1].words

@@ -16,6 +16,7 @@ LARGE = {
     ("log", "2 writers, 1 of them slow, a reader"),
     ("log", "2 writers, 1 of them slow, 1 fault"),
     ("store", "a writer that retires, a compactor that frees bases, gc"),
+    ("prune", "a writer, a prune, a reader, gc"),
 }
 """Two thirds of the quick searches' total time: for the long form. Mutants of the same rules are caught without."""
 

@@ -75,7 +75,7 @@ def test_one_process_and_its_agent(sweeper: Sweeper, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["replica", *in_short()])
+@pytest.mark.parametrize("strategy", [pytest.param(one, marks=long_only) for one in ("replica", *STRATEGIES)])
 def test_two_ranks_and_their_agents(sweeper: Sweeper, strategy: str) -> None:
     swept(sweeper, Job(strategy, 2, by_agent=True), short_or(1, 5), "3")
 

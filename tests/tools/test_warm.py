@@ -189,6 +189,26 @@ def test_other_commands_are_refused(nursery: Warm, command: list[str]) -> None:
         nursery.start(command)
 
 
+def test_a_script_starts_another_in_the_same_nursery(nursery: Warm) -> None:
+    """The other is the nursery's child, and goes on when the one that started it has ended and closed the nursery."""
+    code = """
+        import subprocess, sys
+        from tools.warm import Warm
+        with Warm.borrowed() as warm:
+            other = warm.start([sys.executable, "-c", "import os, sys; print(os.getppid(), 'numpy' in sys.modules)"],
+                stdout=subprocess.PIPE, text=True)
+            told = other.communicate(60)[0]
+            waits = warm.start([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
+        print(told.strip(), waits.pid)
+    """
+    first = nursery.start(python(code), stdin=nursery.lent, stdout=PIPE, text=True)
+    parent, has_numpy, waits = first.communicate(60)[0].split()
+    assert has_numpy == "True"
+    assert Path(f"/proc/{waits}/stat").read_text().rpartition(")")[2].split()[1] == parent
+    os.kill(int(waits), signal.SIGKILL)
+    assert nursery.run(python("print(1)"), timeout=60).stdout == "1\n", "it was not closed for its creator"
+
+
 def test_closing_it_ends_the_started_scripts() -> None:
     with Warm(()) as own:
         script = own.start(python("import time; time.sleep(60)"))

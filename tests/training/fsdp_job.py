@@ -35,7 +35,9 @@ from ckptstore.agent import AgentWriter
 from ckptstore.errors import StateMismatchError, UsageError
 from ckptstore.host.caller_warnings import UnexplainedStepWarning
 from ckptstore.training import Checkpointer, TopKHook, UnsavedStepWarning
-from tests.forms import short_or
+from tests import warmth
+from tests.forms import LONG, short_or
+from tests.warm_agents import start_warm
 
 STRATEGIES = ("full", "delta", "gradient")
 
@@ -422,6 +424,9 @@ class Wide:
 def replica(folder: Path) -> None:
     """Each rank's agent repeats the steps of its shards."""
     os.environ["CKPTSTORE_RUNTIME_DIR"] = str(folder / "runtime")
+    if not LONG:
+        warmth.borrow()
+        start_warm(pytest.MonkeyPatch())
     for kind in ("AdamW", "SGD", "AdamW fused", "Adam foreach")[: short_or(1, 4)]:
         replicated_by_agents(folder / f"replica-{kind}", kind)
     placed_otherwise(folder / "placed")

@@ -31,6 +31,7 @@ def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, .
     ranks = [
         warm.start(
             [sys.executable, "-m", "tests.training.fsdp_job", str(port), str(rank), str(size), str(folder), *names],
+            stdin=warm.lent,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -29,7 +29,7 @@ from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook, UnsavedStepWarning  # noqa: E402
 from ckptstore.training.replica import arithmetic_probe  # noqa: E402
 from ckptstore.training.replica.replicable_state import check_replicable  # noqa: E402
-from tests.forms import short_or  # noqa: E402
+from tests.forms import in_turn, short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.inside import without_torchs_kernels  # noqa: E402
 from tests.training.test_on_device import OPTIMIZERS, listed, on_host  # noqa: E402
@@ -378,7 +378,7 @@ def test_the_probe_finds_the_arithmetic_of_each_group(kind: str, more: dict[str,
 
 # ------------------------------------------------------------------------------------------------- compressed gradients
 
-SPARSE_SEEDS = range(short_or(3, 200))
+SPARSE_SEEDS = range(short_or(2, 200))
 
 
 @pytest.fixture
@@ -396,8 +396,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "own stream"])
-@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+@pytest.mark.parametrize(("scope", "own_stream"), in_turn(["tensor", "bucket"], [True, False]))
 def test_only_entries_of_compressed_gradients_leave_the_device(
     tmp_path: Path, wholes: list[int], entries: dict[int, dict[int, int]], scope: Any, own_stream: bool
 ) -> None:

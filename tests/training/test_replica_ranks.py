@@ -26,6 +26,7 @@ from ckptstore.write.ranks.messages.key_value_store import Group  # noqa: E402
 from tests.agent.lives import agents, own_runtime, until  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.training import test_sparse_replica  # noqa: E402
+from tests.warm_agents import start_warm  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 from tools.kills import shim_kills  # noqa: E402
 from tools.warm import Script as Started  # noqa: E402
@@ -34,6 +35,7 @@ from tools.warm import Warm  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    start_warm(monkeypatch)  # for threads as ranks; processes start their agents as usual
     with own_runtime(tmp_path / "runtime", monkeypatch) as folder:
         yield folder
 

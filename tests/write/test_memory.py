@@ -32,6 +32,7 @@ from ckptstore.write.policy.delta_interval import RestoreBound
 from ckptstore.write.policy.delta_options import DeltaOptions
 from ckptstore.write.steps import bounded_step
 from ckptstore.write.steps import step_encoding as step_encoding
+from tests.forms import long_only
 from tests.store.states import same
 from tests.write import inside
 from tests.write.medium import Medium
@@ -346,6 +347,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def in_short(*chosen: str) -> list[object]:
+    """The modes; CI tries only the chosen ones: one with deltas and one with step diffs."""
+    return [mode if mode in chosen else pytest.param(mode, marks=long_only) for mode in OPTIONS]
+
+
 def broken(state: dict[str, Any], name: str | None = None) -> FlatState:
     """A state of which the tensor `name` cannot be copied as a whole."""
     flat = bridge.flattened(state)
@@ -355,7 +361,7 @@ def broken(state: dict[str, Any], name: str | None = None) -> FlatState:
     return FlatState(flat.tree, tensors)
 
 
-@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize("mode", in_short("paper", "batch"))
 def test_a_failed_copy_is_reported_once_and_the_next_save_is_a_full(mode: str) -> None:
     store = new()
     with store.writer(memory=LEAST, poll_seconds=None, **OPTIONS[mode]) as writer:
@@ -372,7 +378,7 @@ def test_a_failed_copy_is_reported_once_and_the_next_save_is_a_full(mode: str) -
     assert ckptstore.verify(store, deep=True).ok
 
 
-@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize("mode", in_short("deltas", "diffs"))
 def test_a_medium_that_fails_midway(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The base is partly overwritten by then: it is not a base any more."""
     medium = Medium(monkeypatch, 40, held=False)
@@ -414,7 +420,7 @@ def test_a_slow_medium_gets_the_encoded_bytes(mode: str, monkeypatch: pytest.Mon
     check(store, truth)
 
 
-@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize("mode", in_short("paper", "batch"))
 def test_an_unencodable_tensor_fails_only_its_save(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = new()
     truth: dict[int, Any] = {}
@@ -489,7 +495,7 @@ def test_a_gradient_diff_cannot_be_cancelled() -> None:
         assert pending.result(60).kind == "gradient"
 
 
-@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize("mode", in_short("deltas", "batch"))
 def test_saves_of_several_threads_wait_for_their_turn(mode: str) -> None:
     store = new()
     truth = {step: random(step) for step in range(1, 7)}
@@ -519,7 +525,7 @@ def saver(writer: ckptstore.Writer, state: dict[str, Any], step: int, given: thr
     return run
 
 
-@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize("mode", in_short("paper", "diffs"))
 def test_going_back(mode: str) -> None:
     store = new()
     with store.writer(memory=LEAST, poll_seconds=None, **OPTIONS[mode]) as writer:

@@ -24,7 +24,7 @@ from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.host.arenas import LEAST
 from ckptstore.write.ranks.messages.key_value_store import Group
 from tests import warmth
-from tests.forms import short_or
+from tests.forms import long_only, short_or
 from tests.write.rank_threads import as_ranks
 
 IN_FLIGHT = 2
@@ -151,7 +151,9 @@ def test_a_step_that_fails_leaves_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["fulls", "bounded", "diffs", "checkpointer", "batches"])
+@pytest.mark.parametrize(
+    "job", [*(pytest.param(one, marks=long_only) for one in ("fulls", "diffs")), "bounded", "checkpointer", "batches"]
+)
 def test_a_kill_costs_no_more_than_is_promised(tmp_path: Path, job: str) -> None:
     """Real gloo ranks, on a slow medium, killed all at once while they save as fast as they can."""
     killed(tmp_path, job)

@@ -7,10 +7,10 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
 from ckptstore.formats.history.checkpoint_ref import node_of
@@ -29,14 +29,17 @@ class InterleavingError(AssertionError):
 class Version:
     """A process that runs one version."""
 
-    def __init__(self, name: str, package: Path, store: Path) -> None:
+    def __init__(
+        self, name: str, package: Path, store: Path, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Args:
         name: its name in the list of operations.
         package: the folder that has its ``ckptstore``.
         store: the path of the store.
+        variables: of its environment, beside this process's.
         """
         self.name = name
-        environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", **variables}
         # -P: the folder of the script is the working tree's, and must not come before PYTHONPATH.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER), str(store)],
@@ -222,6 +225,7 @@ def interleave(
     operations: int,
     seed: int,
     told: Callable[[str], None] = lambda _: None,
+    of_frozen: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Let two versions work in turns -> the results.
 
@@ -231,12 +235,13 @@ def interleave(
         operations: how many turns.
         seed: chooses them.
         told: called with a line for each operation; None: nothing is called.
+        of_frozen: variables of the first version's environment.
 
     Raises:
         InterleavingError: a state was not found, or differs from the saved one.
     """
     store = place / "store"
-    with Version("frozen", packages[0], store) as old, Version("present", packages[1], store) as new:
+    with Version("frozen", packages[0], store, of_frozen) as old, Version("present", packages[1], store) as new:
         run = _Run((old, new), place, seed, told or (lambda _: None))
         for number in range(operations):
             who = run.random.choice((old, new))

@@ -55,7 +55,7 @@ class Warm:
         self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "tools.warm.nursery", str(its.fileno()), *modules]
         paths = [str(_ROOT), *filter(None, [self._env.get("PYTHONPATH")])]
-        self._nursery = subprocess.Popen(
+        self._nursery: subprocess.Popen[bytes] | None = subprocess.Popen(
             command,
             cwd=cwd,
             env={**self._env, "PYTHONPATH": os.pathsep.join(paths)},
@@ -68,7 +68,20 @@ class Warm:
         said = self._control.recv(MOST)
         if said != b"ready":
             self.close()
-            raise WarmError(said.decode() or f"it ended with status {self._nursery.returncode}")
+            raise WarmError(said.decode() or f"it ended with status {self._nursery.wait()}")
+
+    @classmethod
+    def borrowed(cls) -> Self:
+        """The nursery of the process that started this one, with its `lent` as the standard input."""
+        one = cls.__new__(cls)
+        one._env, one._cwd, one._nursery = dict(os.environ), _ROOT, None
+        one._control = socket.socket(fileno=os.dup(0))
+        return one
+
+    @property
+    def lent(self) -> socket.socket:
+        """The standard input of a script that starts others in this nursery, see `borrowed`. They may outlive it."""
+        return self._control
 
     def __enter__(self) -> Self:
         return self
@@ -77,7 +90,10 @@ class Warm:
         self.close()
 
     def close(self) -> None:
-        """End the nursery, and every script that it has started."""
+        """End the nursery, and every script that it has started; if it is borrowed, only start no more."""
+        if self._nursery is None:
+            self._control.close()
+            return
         # Processes that were forked from this one, workers of a DataLoader for instance, have this socket, too.
         with contextlib.suppress(OSError):  # the nursery is gone
             self._control.shutdown(socket.SHUT_RDWR)
@@ -90,7 +106,7 @@ class Warm:
         *,
         cwd: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
-        stdin: int | IO[Any] = subprocess.DEVNULL,
+        stdin: int | IO[Any] | socket.socket = subprocess.DEVNULL,
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
         text: bool = False,
@@ -179,7 +195,7 @@ def _asked(command: Sequence[str]) -> dict[str, Any]:
     return {"kind": kind, "what": words[0], "arguments": words[1:], "filters": filters}
 
 
-def _source(wanted: int | IO[Any], *, text: bool) -> tuple[int, IO[Any] | None]:
+def _source(wanted: int | IO[Any] | socket.socket, *, text: bool) -> tuple[int, IO[Any] | None]:
     """(the descriptor that a script reads from, our end of it if it is a pipe)."""
     if wanted == subprocess.PIPE:
         reading, writing = os.pipe()
