@@ -9,7 +9,7 @@ import pytest
 
 from ckptstore.formats import kernel_choice
 
-__all__ = ["FORMS", "KINDS", "SETS", "needs_core", "use_form"]
+__all__ = ["BUILT", "FORMS", "KINDS", "SETS", "needs_core", "use_form"]
 
 _CORE: Final = importlib.util.find_spec(kernel_choice.CORE) is not None
 needs_core = pytest.mark.skipif(not _CORE, reason="the kernels are not compiled: python native/core_build.py says why")
@@ -28,6 +28,8 @@ SETS: Final = [pytest.param(name, marks=needs_core) for name in _sets()]
 """The instruction sets, the best one last."""
 KINDS: Final = ["numpy", pytest.param("compiled", marks=needs_core)]
 FORMS: Final = ["numpy", *SETS]
+BUILT: Final = ("numpy", "compiled") if _CORE else ("numpy",)
+"""The kinds that can be used here: for a test that tries them one after the other."""
 
 
 def use_form(form: str | None) -> None:

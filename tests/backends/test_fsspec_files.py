@@ -23,6 +23,16 @@ from ckptstore.backends.fsspec_files import FsspecBackend
 from tests.backends.backend_conformance import BackendConformance, Opener
 
 
+@pytest.fixture(scope="class")
+def chosen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FsspecBackend:
+    """A handle that creates in the way that its probe chose. The races of a probe take longer than most tests."""
+    folder = str(tmp_path_factory.mktemp("fsspec") / "store")
+    FsspecBackend(request.cls.filesystem(skip_instance_cache=True), folder).probe()
+    backend = FsspecBackend(request.cls.filesystem(skip_instance_cache=True), folder)
+    backend.probe()
+    return backend
+
+
 class TestFsspecLocal(BackendConformance):
     """fsspec's local files: `link` and `open("xb")` are exclusive there, `pipe_file(mode="create")` is not."""
 
@@ -31,13 +41,9 @@ class TestFsspecLocal(BackendConformance):
     filesystem: type[LocalFileSystem] = LocalFileSystem
 
     @pytest.fixture
-    def opener(self, tmp_path: Path) -> Opener:
-        def opened() -> FsspecBackend:
-            return FsspecBackend(self.filesystem(skip_instance_cache=True), str(tmp_path / "store"))
-
-        opened().probe()
-        chosen = opened()
-        chosen.probe()
+    def opener(self, chosen: FsspecBackend) -> Opener:
+        for key in chosen.list(""):
+            chosen.delete(key)
         return lambda: chosen
 
 

@@ -24,6 +24,7 @@ from ckptstore.host import crash_points
 from ckptstore.training import Checkpointer
 from tests.backends.backend_conformance import SEGMENT, write_segment
 from tools.objects.server import KEY, SECRET, Server
+from tools.warm import Warm
 
 STEPS = 9
 
@@ -208,19 +209,13 @@ with store.writer(deltas=3, poll_seconds=None) as writer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["save.before-seal", "save.sealed", "commit.before-create", "commit.created"])
-def test_a_killed_writer_loses_nothing_that_it_acknowledged(s3: Server, point: str) -> None:
+def test_a_killed_writer_loses_nothing_that_it_acknowledged(s3: Server, warm: Warm, point: str) -> None:
     url = s3.url()
     open_store(s3, url, create=True)
     assert point in crash_points.CRASH_POINTS
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, url, point],
-        env=os.environ | s3.environment(),
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environment = os.environ | s3.environment()
+    command = [sys.executable, "-c", KILLED, url, point]
+    done = warm.run(command, env=environment, cwd=Path(__file__).parents[2], timeout=120)
     assert done.returncode == -9, done.stderr
     acknowledged = [int(line) for line in done.stdout.split()]
     assert acknowledged == [1, 2]

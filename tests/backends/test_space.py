@@ -37,6 +37,7 @@ from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from ckptstore.write.retainer import short_of_space
 from tests.backends.backend_conformance import filled, read_segment, write_segment
 from tests.backends.recycled_data import recycling_store, retire, save, segment_path, spare, state
+from tests.forms import in_turn
 from tools.crash.faults import Fault, FaultyPosix
 from tools.crash.ramfs import RamPosix
 
@@ -361,8 +362,9 @@ def test_the_reserve_is_for_no_save(disk: Path) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("knows", ["beforehand", "from the disk"])
-@pytest.mark.parametrize("how", ["save", "save_async", "diffs", "deltas", "ranks"])
+@pytest.mark.parametrize(
+    ("how", "knows"), in_turn(["save", "save_async", "diffs", "deltas", "ranks"], ["beforehand", "from the disk"])
+)
 def test_a_save_that_is_short_of_space_has_what_is_retired_deleted(disk: Path, how: str, knows: str) -> None:
     """`last:1`, no pause between two saves, and a disk for three states: no other process collects."""
     backend = LocalBackend(disk / "store", recycle="never")

@@ -18,6 +18,7 @@ from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
 from ckptstore.formats.segment_files.boxes import Box
 from ckptstore.maintenance.compact import Samples, compaction
 from ckptstore.maintenance.compact.size_samples import SampledSizes, measure
+from tests.forms import in_turn
 from tests.maintenance.stores import flip
 from tests.restore.twofold import stored_again
 from tests.store.states import same
@@ -105,8 +106,7 @@ class TestChains:
         assert report.collectable_nbytes > 0
         assert store.gc().nbytes == report.collectable_nbytes
 
-    @pytest.mark.parametrize("batch", [1, 4])
-    @pytest.mark.parametrize("how", ["predicted", "sparse"])
+    @pytest.mark.parametrize(("how", "batch"), in_turn(["predicted", "sparse"], [1, 4]))
     def test_gradient_diffs(self, store: Store, batch: int, how: str) -> None:
         trainer, states = Trainer(sizes={"wide": (60, 300), "bias": (300,), "one": (1,)}), {}
         options = DiffOptions(full_every=6, batch=batch, seconds=None)

@@ -16,7 +16,7 @@ from ckptstore.formats.segment_files.segment import SegmentDoc
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.states.state import FlatState, flatten
 from ckptstore.write.ranks.messages.key_value_store import Group
-from tests.forms import in_turn, short_or
+from tests.forms import in_turn, long_only, short_or
 from tests.maintenance.test_prune_kills import killed_at
 from tests.store.states import same
 from tests.write.rank_threads import as_ranks
@@ -91,7 +91,10 @@ def shards_of(store: Store, step: int, name: str) -> list[tuple[int, ...] | None
     return [doc.tensors[step][name].offset for doc in documents(store, step) if name in doc.tensors.get(step, {})]
 
 
-@pytest.mark.parametrize("name", LIVES)
+# In CI single steps of shards are merged below, and batches of them, here.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=long_only if name == "steps of shards" else ()) for name in LIVES]
+)
 def test_kept_checkpoints_stay_cut_as_they_were_and_bases_go(tmp_path: Path, name: str) -> None:
     life = LIVES[name]
     store = ckptstore.open(tmp_path / "store", create=True)

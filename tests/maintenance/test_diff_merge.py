@@ -39,6 +39,7 @@ from ckptstore.segments import packed_segments
 from ckptstore.store import Store
 from ckptstore.write.policy.delta_interval import RestoreBound
 from ckptstore.write.policy.delta_options import DeltaOptions
+from tests.forms import in_turn
 from tests.store.states import same
 from tests.write.test_deltas import trajectory
 
@@ -200,8 +201,10 @@ def test_two_changes_may_be_answered_by_halves(store: Store, states: list[dict[s
         same(states[step - 1], store.load(f"{step}@1"))
 
 
-@pytest.mark.parametrize("options", [DeltaOptions(interval=3, form="paper"), DeltaOptions(interval=3), "auto"])
-@pytest.mark.parametrize("keep_steps", [False, True])
+@pytest.mark.parametrize(
+    ("options", "keep_steps"),
+    in_turn([DeltaOptions(interval=3, form="paper"), DeltaOptions(interval=3), "auto"], [False, True]),
+)
 def test_every_form_of_chains(tmp_path: Path, states: list[dict[str, Any]], options: Any, keep_steps: bool) -> None:
     store = ckptstore.open(tmp_path / "store")
     fill(store, states, options)

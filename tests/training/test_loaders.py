@@ -34,7 +34,7 @@ from torch.utils.data import (  # noqa: E402 - torch decides whether this file r
 import ckptstore  # noqa: E402
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
-from tests.forms import short_or  # noqa: E402
+from tests.forms import in_turn, short_or  # noqa: E402
 
 # torchdata uses a function that torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -212,8 +212,9 @@ def cases(draw: st.DrawFn, workers: int = 0) -> Case:
     )
 
 
-@pytest.mark.parametrize("stateful", [True, False])
-@pytest.mark.parametrize(("samples", "cuts"), [(5, (3,)), (5, (3, 6)), (6, (3,)), (5, (2,))])
+@pytest.mark.parametrize(
+    ("stateful", "samples", "cuts"), in_turn([True, False], [(5, (3,)), (5, (3, 6)), (6, (3,)), (5, (2,))], 2)
+)
 def test_the_order_after_an_epoch_whose_last_batch_was_the_last_step(
     tmp_path: Path, stateful: bool, samples: int, cuts: tuple[int, ...]
 ) -> None:
@@ -225,7 +226,7 @@ def test_the_order_after_an_epoch_whose_last_batch_was_the_last_step(
     compared(case, tmp_path)
 
 
-@settings(max_examples=short_or(15, 100), deadline=None)
+@settings(max_examples=short_or(8, 100), deadline=None)
 @given(case=cases())
 def test_the_losses_of_a_resumed_run(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     assume(case.steps_on())
@@ -233,7 +234,7 @@ def test_the_losses_of_a_resumed_run(tmp_path_factory: pytest.TempPathFactory, c
 
 
 @pytest.mark.slow
-@settings(max_examples=short_or(2, 12), deadline=None)
+@settings(max_examples=short_or(1, 12), deadline=None)
 @given(case=cases(workers=2))
 def test_with_worker_processes(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     assume(case.steps_on())
