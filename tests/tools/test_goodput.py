@@ -102,3 +102,14 @@ def test_real_writers_commit_in_virtual_time() -> None:
         assert found.phases["next"].requests == found.size + 5, "a segment each; rank 0's tree, slot and looks"
     sent = [one.phases["next"].calls - one.phases["next"].polls for one in (two, eight)]
     assert sent[1] < 8 / 2 * sent[0] * 1.2, "messages grow with the ranks"
+
+
+def test_nothing_grows_faster_than_the_ranks() -> None:
+    """In the first save, too: rank 0 must not ask a slow bucket once for each rank, while all ranks look for it."""
+    slow = ranks.Costs(request=0.3)
+    few, many = ranks.simulated(12, 1, slow), ranks.simulated(36, 1, slow)
+    for name in ("open", "first"):
+        for what in ("calls", "polls", "bytes_0", "requests"):
+            growth = getattr(many.phases[name], what) / getattr(few.phases[name], what)
+            assert growth < 36 / 12 * 1.2, (name, what, growth)
+        assert many.phases[name].requests_0 == few.phases[name].requests_0, name
