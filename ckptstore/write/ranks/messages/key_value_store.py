@@ -40,6 +40,8 @@ _HEAD: Final = struct.Struct("<QQ")  # length, hash
 _FIRST_PAUSE: Final = 0.0005
 LONGEST_PAUSE: Final = 0.05
 """Seconds between two looks for the letter of another rank: the first pause, and the longest of few ranks."""
+_A_LOOK: Final = 10e-6
+"""Seconds of the store's host for one look: no rank looks again before all have looked once."""
 LOOKS: Final = 1000.0
 """Looks a second, at most, by all ranks that have waited for long: a thousand ranks look once a second each.
 
@@ -174,14 +176,15 @@ class ReplyDeadline:
 
         May be called again, for the time that is left.
         """
-        began, longest = time.monotonic(), max(LONGEST_PAUSE, self.ranks / LOOKS)
+        began = time.monotonic()
+        shortest, longest = max(_FIRST_PAUSE, self.ranks * _A_LOOK), max(LONGEST_PAUSE, self.ranks / LOOKS)
         while not done():
             self.ended()
             now = time.monotonic()
             left = self._until - now
             if left <= 0:
                 return False
-            pause = max(_FIRST_PAUSE, _LATER * (now - began))
+            pause = max(shortest, _LATER * (now - began))
             time.sleep(min(pause, longest, left))
         return True
 
