@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -175,6 +176,17 @@ def test_every_way_fails_at_the_same_moments() -> None:
     life = Life(Way("torch.save", 10, "torch.save"), steps=100, seconds=12.5)
     assert life.wasted(0.1) == pytest.approx(2.5)
     assert life.effective(0.1) == pytest.approx(0.8)
+
+
+def test_pieces_with_the_same_prefixes_share_a_dictionary_wherever_they_are() -> None:
+    from tools.papers.xor.similarity import ratio
+
+    rng = np.random.default_rng(1)
+    pieces = rng.integers(0, 2, 150)[:, None] << 29  # two kinds of pieces, mixed, each with one prefix
+    words = (pieces + rng.integers(0, 1 << 20, (150, 64))).astype(np.uint32).reshape(-1)
+    assert 32 / (32 - 9) * 0.98 < ratio(words) < 32 / (32 - 9)
+    noise = rng.integers(0, 1 << 32, 1000, np.uint32)
+    assert 0.9 < ratio(noise) < 1.0
 
 
 def test_a_dearer_switch_completes_jobs_later() -> None:
