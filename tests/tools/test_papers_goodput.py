@@ -15,12 +15,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.forms import long_only
 from tools.baselines.medium import Disk as Medium
 from tools.bench.storage.rounds import WorkerError
 from tools.bench.training.training_cases import Case
 from tools.goodput import kills
 from tools.goodput.life import Life
-from tools.papers.pccheck import goodput, throughput
+from tools.papers.pccheck import goodput, pipeline, throughput
 from tools.papers.pccheck.measuring import Cost, Disk, disk_like_the_papers
 from tools.papers.pccheck.throughput import Measured
 from tools.papers.result import Asked
@@ -107,6 +108,15 @@ def test_goodput_of_many_workers(asked: Asked, monkeypatch: pytest.MonkeyPatch) 
         assert 0 < trace < 1, name  # type: ignore[operator]
     assert rows["ckptstore, replica"][-2] > rows["ckptstore, N = 4"][-2] > rows["CheckFreq-like"][-2]  # type: ignore[operator]
     assert result.claims[0].holds
+
+
+@long_only
+def test_both_forms_of_a_pipeline_save_the_same(tmp_path: Path) -> None:
+    result = pipeline.run(Asked(True, tmp_path, lambda _line: None, smoke=True))
+    assert result.failed == []
+    assert result.compared[0].equal == 4
+    assert [row[1] for row in result.tables[0].rows] == [*pipeline.FORMS] * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_commits_of_few_ranks(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

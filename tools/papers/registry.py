@@ -69,6 +69,7 @@ pccheck-11 | Fig. 11 | Time until one checkpoint is durable | pccheck.persisting
 pccheck-12 | Fig. 12 | Throughput by N, the saves in flight | pccheck.throughput:concurrent | 40
 pccheck-13 | Fig. 13 | Throughput by p, the threads that write one checkpoint | pccheck.throughput:threads | 60
 pccheck-14 | Fig. 14 | Throughput by M, the memory for copies | pccheck.throughput:chunks | 60
+pccheck-piped | section 3.1 | Writing from the first copied chunk on | pccheck.pipeline | 30
 # LightCheck
 lightcheck-1 | Table I, Fig. 5, 6 | The most frequent saves that slow training by 5 % | lightcheck.frequency | 30
 lightcheck-2 | Table II, Fig. 9 | Total training time with failures | lightcheck.failures | 40
