@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from tests.forms import long_only
-from tools.papers import command, page, registry
+from tools.papers import command, page, registry, report
 from tools.papers.registry import EXPERIMENTS, Experiment
-from tools.papers.result import Claim, Compared, Figure, Result, Table
+from tools.papers.result import Bound, Claim, Compared, Figure, Result, Table
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,6 +82,21 @@ def test_a_state_that_is_not_equal_fails_the_command(tmp_path: Path, one: list[A
         done = run("made-1", "--out", str(tmp_path))
         assert done.exit_code == 1
         assert said in done.output
+
+
+def test_a_number_beyond_its_bound_fails() -> None:
+    for value, said, failed in (
+        (0.1, "Within its bound: the model's error: 0.1 of at most 0.1.", []),
+        (
+            0.12,
+            "Beyond its bound: the model's error: 0.12 of at most 0.1.",
+            ["the model's error: 0.12, at most 0.1 is allowed"],
+        ),
+        (float("nan"), "Beyond its bound: the model's error: nan", ["the model's error: nan, at most 0.1 is allowed"]),
+    ):
+        found = result(bounds=[Bound("the model's error", value, 0.1)])
+        assert found.failed == failed
+        assert said in "".join(report.markdown(Result.read(found.document())))
 
 
 def test_an_experiment_that_fails_does_not_stop_the_others(tmp_path: Path, one: list[Any]) -> None:
