@@ -20,7 +20,7 @@ from tools.goodput.traces import Failure
 __all__ = ["TOLERANCE", "Agreement", "agreement"]
 
 TOLERANCE: Final = 0.1
-"""By how much goodput of the model may differ from that of the real job, relative; and the wasted part, absolute."""
+"""By how much the model's goodput may differ from the real job's, relative; its wasted time then differs less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Agreement:
 
     @property
     def off(self) -> float:
-        """The larger of the errors that `TOLERANCE` bounds. One iteration more or less is none."""
+        """The error that `TOLERANCE` bounds. One iteration more or less is none."""
         real, simulated = self.useful
-        return max(max(0, abs(simulated - real) - 1) / max(1, real), abs(self.wasted[1] - self.wasted[0]))
+        return max(0, abs(simulated - real) - 1) / max(1, real)
 
 
 def agreement(lives: Lives, way: Way, iteration: float, kills: Sequence[float], workers: int = 1) -> Agreement:
