@@ -25,7 +25,7 @@ import numpy as np
 
 from ckptstore.errors import FormatError, UnsupportedStateError
 
-__all__ = ["DTYPES", "DType", "from_numpy", "get", "nbytes", "storage_shape"]
+__all__ = ["DTYPES", "DType", "from_numpy", "get", "is_integer", "nbytes", "storage_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,11 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
             )
         raise UnsupportedStateError(f"numpy dtype {dtype} cannot be stored: {remedy}")
     return found
+
+
+def is_integer(dtype: DType) -> bool:
+    """Tell whether the values are integers (or booleans), so that their extremes are exact."""
+    return dtype.name != "F4_E2M1_X2" and dtype.numpy.kind in "iub"
 
 
 def storage_shape(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:

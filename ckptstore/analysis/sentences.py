@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Final
 
 from ckptstore.analysis.analysis import Analysis
 from ckptstore.analysis.methods import SHOWN
 from ckptstore.analysis.sampling import CONFIDENCE, Estimate
+from ckptstore.formats import codecs
 from ckptstore.formats.byte_text import size
 from ckptstore.write.policy.delta_interval import RestoreBound
 
@@ -15,6 +17,7 @@ __all__ = [
     "headline",
     "other_mode",
     "percent",
+    "prefix_lines",
     "ratio",
     "restore_line",
     "sample_line",
@@ -22,6 +25,8 @@ __all__ = [
     "what_to_do",
 ]
 
+PREFIXES: Final = tuple(one.name for one in codecs.Prefix.methods)
+"""The methods of the XOR paper for moments."""
 STEP_BITS: Final = 27
 """Bits per parameter of a step diff of an fp32 Adam state (docs/optimizer.md: 26 to 27)."""
 
@@ -54,13 +59,13 @@ def headline(found: Analysis) -> str:
 def restore_line(found: Analysis) -> str:
     """The cost of a restore, and the codecs."""
     advice, best = found.advice, found.advice.best
-    codecs = ", ".join(f"{found.label(one.group)} by {one.method}" for one in advice.groups if one.group in found.major)
+    chosen = ", ".join(f"{found.label(one.group)} by {one.method}" for one in advice.groups if one.group in found.major)
     if not best.interval:
-        return f"Codecs that are smallest: {codecs}."
+        return f"Codecs that are smallest: {chosen}."
     beyond = "" if best.interval <= advice.measured else f" T is beyond the largest gap measured, {advice.measured}."
     return (
         f"Chains of at most {best.deltas} deltas: the most expensive restore reads {size(best.restore)}, "
-        f"{best.times:.2f} times a full. {codecs[0].upper()}{codecs[1:]}.{beyond}"
+        f"{best.times:.2f} times a full. {chosen[0].upper()}{chosen[1:]}.{beyond}"
     )
 
 
@@ -72,6 +77,22 @@ def sample_line(found: Analysis) -> str:
         f"{found.sampled:.1%} of the bytes were measured, in blocks of 1 MiB drawn at random; "
         f"± is half a {CONFIDENCE:.0%} confidence interval"
     )
+
+
+def prefix_lines(found: Analysis) -> Iterator[str]:
+    """What the XOR paper's dictionaries of prefixes take beside byte planes: a line for each class of moments."""
+    for number, group in enumerate(found.groups):
+        alone = [one for one in found.summaries if (one.group, one.gap) == (number, None)]
+        fractions = {one.method: one.estimate.fraction for one in alone}
+        prefixes = [fractions[method] for method in PREFIXES if method in fractions]
+        mine, planes = min(prefixes, default=0.0), fractions.get("planes", 0.0)
+        if not mine or not planes or not group.kind.endswith("moment"):
+            continue
+        both = f"{found.label(number)}: prefixes {1 / mine:.3f}×, byte planes {1 / planes:.3f}×"
+        if planes <= mine:
+            yield f"{both}: planes take {1 - planes / mine:.1%} less"
+        else:
+            yield f"{both}: Policy(by_class={{{group.kind!r}: ('prefix',)}}) takes {1 - mine / planes:.1%} less"
 
 
 def what_to_do(found: Analysis) -> str:

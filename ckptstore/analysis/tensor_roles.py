@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ckptstore.analysis.series import Read, TensorType
 from ckptstore.errors import UsageError
 from ckptstore.formats import dtypes
-from ckptstore.reports.tensor_classes import CLASSES, TensorClass, class_by_name, of_an_optimizer
+from ckptstore.formats.tensor_classes import CLASSES, TensorClass, class_by_name, of_an_optimizer
 from ckptstore.reports.tensor_numbers import doubles
 
 __all__ = ["CLASSES", "Classified", "TensorClass", "by_name", "by_values", "classify", "parse_overrides"]

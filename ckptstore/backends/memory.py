@@ -108,6 +108,12 @@ class MemoryBackend(Backend):
         with self._objects.lock:
             return sorted(key for key in self._objects.by_key if key.startswith(folder))
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """See `Backend.sizes`."""
+        folder = checked_folder(prefix)
+        with self._objects.lock:
+            return {key: len(data) for key, data in sorted(self._objects.by_key.items()) if key.startswith(folder)}
+
     def settle(self, prefix: str) -> None:
         """See `Backend.settle`: memory has nothing to sync."""
         checked_folder(prefix)

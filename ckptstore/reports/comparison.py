@@ -21,7 +21,7 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads, run_all, workers
 from ckptstore.reports.state_tree import leaves
-from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
+from ckptstore.reports.tensor_numbers import blocks, doubles, scalars
 from ckptstore.restore.load import tree
 from ckptstore.restore.open_checkpoint import opened
 from ckptstore.restore.selection import choose
@@ -258,7 +258,7 @@ class _DifferenceSums:
                 self.max_abs = max(self.max_abs, self._largest(a, b, difference))
 
     def _largest(self, a: Bytes, b: Bytes, difference: npt.NDArray[np.float64]) -> float | int:
-        if not is_integer(self.dtype):
+        if not dtypes.is_integer(self.dtype):
             return float(np.abs(difference).max())
         exact_a, exact_b = scalars(self.dtype, a), scalars(self.dtype, b)
         gap = np.maximum(exact_a, exact_b) - np.minimum(exact_a, exact_b)  # wraps in signed types: view as unsigned

@@ -22,7 +22,7 @@ from ckptstore.formats.segment_files.step_codec import STEP
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.change_committer import LastWriter, last_writer
 from ckptstore.reports.restore_explanation import Explanation, explained
-from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
+from ckptstore.reports.tensor_numbers import blocks, doubles, scalars
 from ckptstore.restore.chains.chain import master_of
 from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened
 from ckptstore.restore.selection import one_of, select_from
@@ -263,7 +263,7 @@ def statistics(journal: Journal, ref: str | int, name: str, progress: Progress |
         tally = Tally(progress, tensor.nbytes)
         for data in streams(found)(name):
             for block in blocks(dtype, data):
-                moments.add(doubles(dtype, block), scalars(dtype, block) if is_integer(dtype) else None)
+                moments.add(doubles(dtype, block), scalars(dtype, block) if dtypes.is_integer(dtype) else None)
             tally.advance(len(data))
         return moments.result(tensor)
 

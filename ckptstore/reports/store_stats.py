@@ -12,10 +12,10 @@ from ckptstore.formats.history.commit_checks import users
 from ckptstore.formats.history.records import CheckpointEntry
 from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.formats.segment_files.step_codec import StepGroup
+from ckptstore.formats.tensor_classes import class_by_name
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_all
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
-from ckptstore.reports.tensor_classes import class_by_name
 from ckptstore.restore.chains.assembly import Held
 from ckptstore.restore.chains.chain_link import TensorLink
 from ckptstore.restore.open_checkpoint import opened

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ckptstore.formats.dtypes import DType
 
-__all__ = ["BLOCK_VALUES", "blocks", "doubles", "is_integer", "scalars"]
+__all__ = ["BLOCK_VALUES", "blocks", "doubles", "scalars"]
 
 BLOCK_VALUES: Final = 1 << 18
 """Elements processed together: their doubles (2 MiB) fit into a core's cache."""
@@ -25,11 +25,6 @@ def blocks(dtype: DType, data: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np
     length = BLOCK_VALUES * dtype.itemsize
     for start in range(0, len(data), length):
         yield data[start : start + length]
-
-
-def is_integer(dtype: DType) -> bool:
-    """Tell whether the values are integers (or booleans), so that their extremes are exact."""
-    return dtype.name != "F4_E2M1_X2" and dtype.numpy.kind in "iub"
 
 
 def scalars(dtype: DType, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:

@@ -150,6 +150,7 @@ class UpkeepMethods(StoreHandle):
         target_bytes: int | None = None,
         only: str | None = None,
         plain: Sequence[str | int] = (),
+        compress_plain: bool = False,
         bandwidth: int | None = None,
         dry_run: bool = False,
         take_over: bool = False,
@@ -170,8 +171,10 @@ class UpkeepMethods(StoreHandle):
                 few bytes as possible.
             only: ``A..B``, two REFs of one term: store only these again; it has to include those of `plain`. None: all
                 that are worth it.
-            plain: REFs of checkpoints to store as uncompressed fulls, which `file_of` and ``load(mmap=True)`` map. A
-                later compaction that is not given them may compress them again.
+            plain: REFs of checkpoints to store as uncompressed fulls, which `file_of` and ``load(mmap=True)`` map. The
+                log notes it, and later compactions leave them as they are. A full that the writer itself stored
+                uncompressed needs no rewrite and gets no note.
+            compress_plain: fulls that earlier calls stored for their `plain` may be compressed again.
             bandwidth: at most this many bytes of state are decoded, encoded and read back a second; None: no limit.
             dry_run: change nothing; report what would be done. Sizes are estimated from samples.
             take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
@@ -191,7 +194,7 @@ class UpkeepMethods(StoreHandle):
 
         return compact(
             self.journal,
-            CompactLimits(max_depth, max_restore_seconds, target_bytes, plain),
+            CompactLimits(max_depth, max_restore_seconds, target_bytes, plain, compress_plain),
             only=only,
             bandwidth=bandwidth,
             dry_run=dry_run,

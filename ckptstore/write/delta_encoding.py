@@ -318,7 +318,8 @@ def _choose(
         )
         for start, stop in codecs.sample_ranges(spec.nbytes)
     ]
-    choice = codecs.choose(spec.dtype, samples, choices.policy)
+    policy = choices.policy.for_tensor(spec.name, spec.dtype, spec.shape)
+    choice = codecs.choose(spec.dtype, samples, policy)
     derived = master if choice.codec.base_ratio == 2 else None
     choices.learn(spec.name, apart, choice, derived)
     return TensorPlan(spec, source, choice, base is not None, derived)

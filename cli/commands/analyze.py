@@ -145,7 +145,15 @@ def _options(asked: Mapping[str, Any]) -> Options:
 
 
 def _text(found: Analysis) -> Iterator[str]:
-    from ckptstore.analysis.sentences import headline, other_mode, restore_line, sample_line, to_copy, what_to_do
+    from ckptstore.analysis.sentences import (
+        headline,
+        other_mode,
+        prefix_lines,
+        restore_line,
+        sample_line,
+        to_copy,
+        what_to_do,
+    )
 
     yield click.style(headline(found), bold=True)
     if (other := other_mode(found)) is not None:
@@ -168,6 +176,7 @@ def _text(found: Analysis) -> Iterator[str]:
     yield ""
     yield f"distinct prefixes by length, at step {found.series[-1].step:,}:"
     yield tables(*_prefixes(found))
+    yield from prefix_lines(found)
     yield ""
     chosen = found.advice.best.interval
     yield table(

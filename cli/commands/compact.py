@@ -58,9 +58,10 @@ NOT_ANSWERED = RequestError.exit_code
     "--plain",
     multiple=True,
     metavar="REF",
-    help="Store this checkpoint as an uncompressed full, which other programs can map; may be repeated. A later "
-    "compaction without it may compress it again.",
+    help="Store this checkpoint as an uncompressed full, which other programs can map; may be repeated. Later "
+    "compactions leave it so.",
 )
+@click.option("--compress-plain", is_flag=True, help="Also compress fulls that an earlier --plain has stored.")
 @click.option("--bandwidth", type=RATE, help="Decode and encode at most this much per second: 100MB/s.")
 @click.option("--gc", "collect", is_flag=True, help="Also delete the segments that nothing needs, as ckpt gc does.")
 @click.option(
@@ -74,6 +75,7 @@ def command(
     target: int | None,
     only: str | None,
     plain: tuple[str, ...],
+    compress_plain: bool,
     bandwidth: float | None,
     collect: bool,
     dry_run: bool,
@@ -94,6 +96,7 @@ def command(
             target_bytes=target,
             only=only,
             plain=plain,
+            compress_plain=compress_plain,
             bandwidth=None if bandwidth is None else max(1, int(bandwidth)),
             dry_run=dry_run,
             take_over=take_over,

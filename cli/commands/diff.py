@@ -166,7 +166,7 @@ def _place(tensor: TensorDifference) -> tuple[int, float]:
     """Sort key: tensors in only one checkpoint, then by relative change; counters and random states, which always
     change, last.
     """
-    from ckptstore.reports.tensor_classes import class_by_name
+    from ckptstore.formats.tensor_classes import class_by_name
 
     if tensor.status != "changed":
         return (3 if tensor.status == "same" else 0), 0.0

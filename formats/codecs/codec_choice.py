@@ -1,14 +1,14 @@
 """Choose a codec for a tensor: encode samples of it with every candidate, and compare the sizes.
 
 The choice depends on how well the candidates compress the data itself, not on tensor names or roles. First moments, for
-example, are smaller as a delta over one step, but not over ten.
+example, are smaller as a delta over one step, but not over ten. A policy may name candidates for a class of tensors.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptstore.errors import UsageError
@@ -18,6 +18,7 @@ from ckptstore.formats.codecs.codec import Codec, Sample
 from ckptstore.formats.codecs.codec_table import KINDS, TRIED
 from ckptstore.formats.codecs.plane_coder import FAST, THRIFTY
 from ckptstore.formats.codecs.raw_planes import Raw
+from ckptstore.formats.tensor_classes import CLASSES, TensorClass, class_by_name
 
 SAMPLE_BYTES = 128 << 10
 """Bytes of one sample."""
@@ -36,6 +37,9 @@ class Policy:
         gain: the least share of the bytes that a codec must save compared to ``raw``.
         bandwidth: bytes per second at which payloads are written. If given, the candidate with the least time to
             encode and write wins (encoding by one core, measured on the samples). Otherwise the smallest payload wins.
+        by_class: class of tensors -> the codecs to try on these instead of `codecs`. The name of a tensor shows its
+            class (`formats.tensor_classes`). ``{"first_moment": ("prefix",), "second_moment": ("prefix",)}`` stores
+            Adam's moments as the XOR paper does. An unknown class or codec raises `UsageError`.
     """
 
     codecs: tuple[str, ...] = TRIED
@@ -43,18 +47,41 @@ class Policy:
     level: int = FAST
     gain: float = 0.02
     bandwidth: float | None = None
+    by_class: Mapping[TensorClass, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.codecs if name not in KINDS]:
+        if not isinstance(self.by_class, Mapping):
+            raise UsageError(f"policy: by_class={self.by_class!r:.80}; a mapping of classes to codecs is needed")
+        if strange := [name for name in self.by_class if name not in CLASSES]:
+            raise UsageError(f"policy: no class is called {strange[0]!r:.80}; there are {', '.join(CLASSES)}")
+        given: list[object] = list(self.by_class.values())
+        if single := [names for names in given if isinstance(names, str)]:
+            raise UsageError(f"policy: by_class: {single[0]!r:.80}; a tuple of names of codecs is needed")
+        object.__setattr__(self, "by_class", {kind: tuple(names) for kind, names in self.by_class.items()})
+        tried = [*self.codecs, *(name for names in self.by_class.values() for name in names)]
+        if unknown := [name for name in tried if name not in KINDS]:
             raise UsageError(f"policy: no codec is called {unknown[0]!r:.80}; there are {', '.join(KINDS)}")
+
+    def for_tensor(self, name: str, dtype: str, shape: Sequence[int]) -> Policy:
+        """The policy for one tensor of a state.
+
+        Args:
+            name: as in the state's tree. dtype: logical dtype.
+        """
+        kind = class_by_name(name, dtype, shape) if self.by_class else None
+        if kind is None or kind not in self.by_class:
+            return self
+        return replace(self, codecs=self.by_class[kind], by_class={})
 
 
 FAST_POLICY = Policy()
 """Encodes on one or two cores at least as fast as the saved bytes could be read and written."""
 SMALL_POLICY = Policy(context=True, level=THRIFTY)
 """Produces the fewest bytes."""
-PAPER_POLICY = Policy(codecs=("planes", "xor", "prefix"))
-"""The codecs that the XOR paper proposes: XOR for weights, prefix dictionaries for moments."""
+PAPER_POLICY = Policy(
+    codecs=("planes", "xor", "prefix"), by_class={"first_moment": ("prefix",), "second_moment": ("prefix",)}
+)
+"""What the XOR paper proposes: XOR for weights, prefix dictionaries for moments."""
 
 
 @dataclass(frozen=True, slots=True)

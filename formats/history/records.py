@@ -19,6 +19,7 @@ __all__ = [
     "KEEP",
     "MAJOR",
     "NO_SLOT",
+    "PLAIN",
     "CheckpointEntry",
     "CheckpointId",
     "CommitRecord",
@@ -53,6 +54,8 @@ ANCHOR_EVERY: Final = 1024
 FORMAT_KEY: Final = "FORMAT"
 KEEP: Final = "keep"
 """Member of a COMMIT or request that holds the retention rules. A request with it requires the feature of this name."""
+PLAIN: Final = "plain"
+"""Member of an encoding: a compaction was asked for this uncompressed full, so other compactions leave it as it is."""
 COPYING_KEY: Final = "COPYING"
 """Key of the object that marks an unfinished copy, which has no FORMAT yet."""
 NO_SLOT: Final = "0" * 32

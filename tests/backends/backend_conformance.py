@@ -256,6 +256,9 @@ class BackendConformance:
         assert backend.list("seg/") == ["seg/10/a-b", "seg/10/a.json", "seg/2/b.safetensors"]
         assert backend.list("seg/10/") == ["seg/10/a-b", "seg/10/a.json"]
         assert backend.list("nowhere/") == []
+        backend.create("seg/10/c", b"three")
+        assert list(opener().sizes("seg/10/").items()) == [("seg/10/a-b", 1), ("seg/10/a.json", 1), ("seg/10/c", 5)]
+        assert backend.sizes("nowhere/") == {}
 
     def test_keys_cannot_lead_out_of_the_store(self, backend: Backend) -> None:
         for key in ("", "/etc/passwd", "../x", "log/../../x", "a//b", "log/", ".hidden", "a/.b", "ä", "a b"):

@@ -49,6 +49,8 @@ def test_text(ckpt: Run, series: list[Path]) -> None:
     for method in ("gzip", "zstd", "planes", "prefix", "xor", "sub", "sub-context", "bound-sub"):
         assert any(line.startswith(method) for line in lines), method
     assert "distinct prefixes by length, at step 40:" in lines
+    said = next(line for line in lines if ": prefixes " in line)
+    assert re.fullmatch(r"second moments[^:]*: prefixes 1\.\d+×, byte planes 1\.\d+×: planes take [\d.]+% less", said)
     assert any("1 Gbit/s" in line and "100 Gbit/s" in line for line in lines)
     said = lines[lines.index("to copy:") - 1]
     assert re.match(r"What to do: save every 10 steps, as here, with store\.writer\(deltas=DeltaOptions\(", said)

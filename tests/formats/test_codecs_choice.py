@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.errors import FormatError
+from ckptstore.errors import FormatError, UsageError
 from ckptstore.formats import codecs, dtypes
 from ckptstore.formats.codecs import rounding
 from tests.formats.codec_data import ALL_DTYPES, image, pair
@@ -141,3 +141,21 @@ def test_gather_and_split() -> None:
     assert {name: part.tobytes() for name, part in restored.items()} == {k: v.tobytes() for k, v in images.items()}
     with pytest.raises(ValueError, match=r"norm\.3 has 8 bytes"):
         pool.gather(images | {"norm.3": bytes(8)})
+
+
+def test_a_policy_names_codecs_for_a_class_of_tensors() -> None:
+    policy = codecs.Policy(by_class={"first_moment": ("prefix",)})
+    moment = policy.for_tensor("optimizer.state.0.exp_avg", "F32", (8, 8))
+    assert moment == codecs.Policy(codecs=("prefix",))
+    for other in ("optimizer.state.0.exp_avg_sq", "model.0.weight", "scheduler.last"):
+        assert policy.for_tensor(other, "F32", (8, 8)) is policy
+    assert policy.for_tensor("optimizer.state.0.exp_avg", "I64", (8,)) is policy, "a number of steps is no moment"
+    assert hash(policy) == hash(codecs.Policy())
+    for wrong, said in (
+        ({"moments": ("prefix",)}, "no class is called 'moments'"),
+        ({"weight": ("zip",)}, "no codec is called 'zip'"),
+        ({"weight": "raw"}, "a tuple of names"),
+        (("weight",), "a mapping"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            codecs.Policy(by_class=wrong)  # type: ignore[arg-type]

@@ -422,6 +422,23 @@ def test_a_checkpoint_becomes_a_full_to_map(store: Store, only: str | None) -> N
     assert store.file_of(4) == [file]
 
 
+def test_a_full_to_map_stays_one_until_it_may_be_compressed(store: Store, tmp_path: Path) -> None:
+    """Later compactions leave it, also in a copy, until they are told that they may not."""
+    filled(store, range(1, 6), deltas=None)
+    assert results(store.compact(take_over=True)) == {"done"}
+    assert results(store.compact(plain=[3], take_over=True)) == {"done"}
+    files = store.file_of(3)
+    assert store.compact(take_over=True).moves == ()
+    assert store.file_of(3) == files
+    store.copy(tmp_path / "copied")
+    assert ckptstore.open(tmp_path / "copied").compact(dry_run=True).moves == ()
+    (move,) = store.compact(compress_plain=True, take_over=True).moves
+    assert move.stored == {"3@1": "1@1"}
+    with pytest.raises(UsageError, match="compact STORE --plain 3@1"):
+        store.file_of(3)
+    check(store, range(1, 6))
+
+
 def test_a_checkpoint_to_map_has_to_be_in_the_range(store: Store) -> None:
     filled(store, range(1, 8))
     with pytest.raises(UsageError, match=r"4@1, to become an uncompressed full, is not in 1\.\.3"):

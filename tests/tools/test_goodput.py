@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from tools.goodput import model, ranks
+from tools.goodput.agreement import TOLERANCE, agreement
+from tools.goodput.kills import Lives
 from tools.goodput.model import Way
 from tools.goodput.traces import LARGEST, Failure, exponential, recorded
 from tools.goodput.world import World
@@ -64,6 +67,20 @@ def test_the_model_agrees_with_the_formula_of_the_paper() -> None:
     assert model.stalled(10, 1.0, 20.0, 4, own=0.2) == 0.2
 
 
+def test_the_model_is_held_against_a_job_that_was_killed() -> None:
+    """Two kills, by hand: 40 steps and all are durable; 76 more, 6 of them are lost; 75 more."""
+    each, kills = [0.5] * (40 + 76 + 75), [20.2, 60.2]
+    lives = Lives(100.0, useful=185, again=6, down=[2.0, 2.0], each=each, start=0.0)
+    fulls = Way("fulls", interval=10, stall=0.1, durable=0.1, restore=1.0)
+    found = agreement(lives, fulls, 0.49, kills)
+    assert found.again == (6, 6)
+    assert found.off < 0.01
+    assert found.goodput[0] == pytest.approx(185 * 0.49 / 100)
+    for wrong in (replace(fulls, interval=70), replace(fulls, durable=25.0), replace(fulls, durable=math.inf)):
+        assert agreement(lives, wrong, 0.49, kills).off > TOLERANCE, wrong
+    assert agreement(replace(lives, down=[9.0, 9.0]), fulls, 0.49, kills).off > TOLERANCE
+
+
 def test_the_recorded_trace() -> None:
     failures = recorded()
     assert len(failures) == 46
@@ -102,3 +119,14 @@ def test_real_writers_commit_in_virtual_time() -> None:
         assert found.phases["next"].requests == found.size + 5, "a segment each; rank 0's tree, slot and looks"
     sent = [one.phases["next"].calls - one.phases["next"].polls for one in (two, eight)]
     assert sent[1] < 8 / 2 * sent[0] * 1.2, "messages grow with the ranks"
+
+
+def test_nothing_grows_faster_than_the_ranks() -> None:
+    """In the first save, too: rank 0 must not ask a slow bucket once for each rank, while all ranks look for it."""
+    slow = ranks.Costs(request=0.3)
+    few, many = ranks.simulated(12, 1, slow), ranks.simulated(36, 1, slow)
+    for name in ("open", "first"):
+        for what in ("calls", "polls", "bytes_0", "requests"):
+            growth = getattr(many.phases[name], what) / getattr(few.phases[name], what)
+            assert growth < 36 / 12 * 1.2, (name, what, growth)
+        assert many.phases[name].requests_0 == few.phases[name].requests_0, name

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from tests.forms import long_only
-from tools.papers import command, page, registry
+from tools.papers import command, page, registry, report
 from tools.papers.registry import EXPERIMENTS, Experiment
-from tools.papers.result import Claim, Compared, Figure, Result, Table
+from tools.papers.result import Bound, Claim, Compared, Figure, Result, Table
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,6 +82,21 @@ def test_a_state_that_is_not_equal_fails_the_command(tmp_path: Path, one: list[A
         done = run("made-1", "--out", str(tmp_path))
         assert done.exit_code == 1
         assert said in done.output
+
+
+def test_a_number_beyond_its_bound_fails() -> None:
+    for value, said, failed in (
+        (0.1, "Within its bound: the model's error: 0.1 of at most 0.1.", []),
+        (
+            0.12,
+            "Beyond its bound: the model's error: 0.12 of at most 0.1.",
+            ["the model's error: 0.12, at most 0.1 is allowed"],
+        ),
+        (float("nan"), "Beyond its bound: the model's error: nan", ["the model's error: nan, at most 0.1 is allowed"]),
+    ):
+        found = result(bounds=[Bound("the model's error", value, 0.1)])
+        assert found.failed == failed
+        assert said in "".join(report.markdown(Result.read(found.document())))
 
 
 def test_an_experiment_that_fails_does_not_stop_the_others(tmp_path: Path, one: list[Any]) -> None:
@@ -175,6 +191,17 @@ def test_every_way_fails_at_the_same_moments() -> None:
     life = Life(Way("torch.save", 10, "torch.save"), steps=100, seconds=12.5)
     assert life.wasted(0.1) == pytest.approx(2.5)
     assert life.effective(0.1) == pytest.approx(0.8)
+
+
+def test_pieces_with_the_same_prefixes_share_a_dictionary_wherever_they_are() -> None:
+    from tools.papers.xor.similarity import ratio
+
+    rng = np.random.default_rng(1)
+    pieces = rng.integers(0, 2, 150)[:, None] << 29  # two kinds of pieces, mixed, each with one prefix
+    words = (pieces + rng.integers(0, 1 << 20, (150, 64))).astype(np.uint32).reshape(-1)
+    assert 32 / (32 - 9) * 0.98 < ratio(words) < 32 / (32 - 9)
+    noise = rng.integers(0, 1 << 32, 1000, np.uint32)
+    assert 0.9 < ratio(noise) < 1.0
 
 
 def test_a_dearer_switch_completes_jobs_later() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import mmap
 import threading
 import time
@@ -16,13 +17,15 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore.agent.protocol.message_fields import options_form, read_options
 from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.formats import digest
-from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY
+from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY, Policy
 from ckptstore.log.change import CatalogChange
 from ckptstore.write import delta_encoding
 from ckptstore.write.policy.delta_interval import RestoreBound
 from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.writer_options import WriterOptions
 from tests.store.states import every_dtype, same
 from tests.write import inside
 from tests.write.held import hold
@@ -110,6 +113,28 @@ def test_the_bf16_copy_of_a_master_costs_nothing(tmp_path: Path) -> None:
     only = store.load(3, select="model.*")  # the master is read for it, and not returned
     same(trajectory(3)[2]["model"], only["model"])
     assert only["optimizer"]["master"] == {}
+
+
+def test_the_moments_of_a_policy_by_class_are_stored_by_their_prefixes(tmp_path: Path) -> None:
+    """As the XOR paper stores them, also where another codec would be smaller; weights are not."""
+    policy = Policy(by_class={"first_moment": ("prefix",), "second_moment": ("prefix",)})
+    rng = np.random.default_rng(1)
+    states = [
+        {name: rng.normal(0, 1e-3, 9000).astype(np.float32) for name in ("model.weight", "optim.exp_avg", "optim.v")}
+        for _ in range(2)
+    ]
+    states[1]["model.weight"] = states[0]["model.weight"] * np.float32(1.0001)
+    options = DeltaOptions(interval=1, policy=policy, compress_fulls=True)
+    store = fill(tmp_path / "store", states, options)
+    codecs = [{name: entry.codec for name, entry in store.tensors(step).items()} for step in (1, 2)]
+    assert codecs == [
+        {"model.weight": "planes", "optim.exp_avg": "prefix", "optim.v": "planes"},
+        {"model.weight": "sub", "optim.exp_avg": "prefix", "optim.v": "planes"},
+    ]
+    for step, state in enumerate(states, 1):
+        same(state, store.load(step))
+    form = json.loads(json.dumps(options_form(WriterOptions(deltas=options))))
+    assert read_options(form).deltas == options, "an agent's writer gets it, too"
 
 
 def test_a_delta_may_build_on_a_derived_copy(tmp_path: Path) -> None:

@@ -60,6 +60,14 @@ def test_a_letter_is_found_an_eighth_later_than_it_came_at_most(
     assert clock.looks <= looks, "each is a request to the host of the store"
 
 
+def test_ranks_that_wait_for_long_look_a_thousand_times_a_second_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks in (50, 500, 5000):
+        clock = Waiting(monkeypatch)
+        assert ReplyDeadline(1e6, ranks=ranks).wait(lambda: clock.look(1000.0))  # noqa: B023
+        assert clock.now <= 1000 + 1000 / 8
+        assert ranks * clock.looks <= 1.05 * 1000 * 1000 + 80 * ranks, "80 each before the longest pause"
+
+
 class TestTcpStore(MailboxConformance):
     @pytest.fixture
     def boxes(self) -> Boxes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from ckptstore import (
     UnsupportedStateError,
     UsageError,
 )
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.log.journal import Journal
 from ckptstore.write.ranks import rank_writer
 from ckptstore.write.ranks.gathered_parts import check_seen
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
@@ -331,6 +334,36 @@ def test_shares_that_rank_0_does_not_see_are_not_committed(tmp_path: Path) -> No
     segment = SegmentEntry("ab" * 16, 1, 4096, 4096, "0" * 32)
     with pytest.raises(StorageError, match=r"rank 3 wrote seg/0000000001/abab.* which rank 0 does not see"):
         check_seen(journal, {3: [segment]})
+
+
+def test_many_shares_are_looked_for_in_a_listing_and_one_that_it_lacks_by_its_name() -> None:
+    store = ckptstore.open("memory://many-shares", create=True)
+    asked: list[str] = []
+
+    class Late(MemoryBackend):
+        """Its listings lack rank 7's segment."""
+
+        def sizes(self, prefix: str) -> dict[str, int]:
+            asked.append(prefix)
+            return {key: size for key, size in super().sizes(prefix).items() if key != own[7].key}
+
+        def size(self, key: str) -> int:
+            asked.append(key)
+            return super().size(key)
+
+    backend = Late("many-shares")
+    own = {rank: SegmentEntry(f"{rank:032x}", 1, 10, 8, "0" * 32) for rank in range(40)}
+    for one in own.values():
+        backend.create(one.key, bytes(10))
+    journal = Journal(backend, store.journal.format)
+    check_seen(journal, {rank: [one] for rank, one in own.items()})
+    assert asked == ["seg/0000000001/", own[7].key]
+    backend.delete(own[7].key)
+    with pytest.raises(StorageError, match=r"rank 7 wrote .* which rank 0 does not see"):
+        check_seen(journal, {rank: [one] for rank, one in own.items()})
+    with pytest.raises(StorageError, match="has 10 bytes; rank 9 wrote 11"):
+        check_seen(journal, {rank: [replace(one, size=10 + (rank == 9))] for rank, one in own.items() if rank != 7})
+    MemoryBackend.forget("many-shares")
 
 
 def test_a_tied_tensor_is_filled_whatever_its_first_key_is(tmp_path: Path) -> None:

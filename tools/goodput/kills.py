@@ -1,30 +1,24 @@
 """A real job that is killed at given times, and restored each time: its goodput, counted.
 
-Each life is a process (`training_worker live`), killed with SIGKILL. The time from one kill until the next life trains
+Each life is a process (`tools.goodput.life`), killed with SIGKILL. The time from one kill until the next life trains
 counts: a start (warm: a fork that has imported torch), the restore, the writer.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import shutil
-import signal
 import socket
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
-from tools.bench.storage.rounds import WorkerError
 from tools.bench.training.training_cases import RANK, Case, Plan, finished
+from tools.goodput.life import begun
 
-__all__ = ["Lives", "digests", "lived", "read"]
+__all__ = ["Lives", "digests", "lived", "note"]
 
 
 @dataclass(slots=True)
@@ -37,6 +31,8 @@ class Lives:
         again: steps that were trained more than once.
         down: seconds from each kill until the next life trained.
         restored: of every life but the first, the step that it began from, and the digest of its state.
+        each: seconds of every step, from the one before in the same life.
+        start: seconds until a life trained for the first time; None: none has.
     """
 
     seconds: float
@@ -44,6 +40,8 @@ class Lives:
     again: int = 0
     down: list[float] = field(default_factory=list)
     restored: list[tuple[int, str]] = field(default_factory=list)
+    each: list[float] = field(default_factory=list)
+    start: float | None = None
 
     def equal(self, known: dict[int, str]) -> int:
         """How many of the restored states are the trained ones, bit for bit; a start from nothing is."""
@@ -61,36 +59,25 @@ def lived(plan: Plan, case: Case, kills: Sequence[float], seconds: float, ranks:
     """
     folder, found = plan.scratch / f"lives-{case.strategy}-{case.interval}", Lives(seconds)
     folder.mkdir()
-    begin, killed = time.monotonic(), 0.0
+    begin = since = time.monotonic()
     try:
         for end in [*(at for at in kills if at < seconds), seconds]:
-            if begin + end > time.monotonic():  # else it is still being restored from the kill before
-                with contextlib.ExitStack() as stack:
-                    trouble = stack.enter_context(tempfile.TemporaryFile("w+", dir=plan.scratch))
-                    life = stack.enter_context(_begun(plan, case, folder, trouble, ranks))
-                    read(life, begin + end, killed, found)
-                    if any(one.wait() != -signal.SIGKILL for one in life):
-                        trouble.seek(0)
-                        raise WorkerError((trouble.read().strip().splitlines() or ["a life ended by itself"])[-1])
-                killed = begin + end
+            if begin + end <= time.monotonic():
+                continue  # it is still being restored from the kill before
+            port = _free_port() if ranks > 1 else 0
+
+            def start(rank: int, trouble: IO[str], port: int = port) -> Any:
+                told = {RANK: f"{rank},{ranks},{port}"} if ranks > 1 else {}
+                with mock.patch.dict(os.environ, told):
+                    return plan.begun("live", case, folder, trouble)
+
+            with begun(start, plan.scratch, ranks) as life:
+                life.kill_at(begin + end)
+                note(life.says(), begin + end, begin if found.start is None else since, found)
+            since = begin + end
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return found
-
-
-@contextlib.contextmanager
-def _begun(plan: Plan, case: Case, folder: Path, trouble: IO[str], ranks: int) -> Iterator[list[Any]]:
-    """The processes of one life."""
-    with contextlib.ExitStack() as stack:
-        found: list[Any] = []
-        port = _free_port()
-        for rank in range(ranks):
-            told = {RANK: f"{rank},{ranks},{port}"} if ranks > 1 else {}
-            with mock.patch.dict(os.environ, told):
-                found.append(stack.enter_context(plan.begun("live", case, folder, trouble)))
-        for one in found[1:]:
-            threading.Thread(target=one.stdout.read, daemon=True).start()  # so that its pipe is never full
-        yield found
 
 
 def _free_port() -> int:
@@ -98,32 +85,26 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def read(life: Sequence[Any], end: float, killed: float, found: Lives) -> None:
-    """What a life says until it is killed, at a time of the monotonic clock. `killed`: when the one before was."""
+def note(said: Iterable[dict[str, Any]], end: float, since: float, found: Lives) -> None:
+    """Note what a life says until it is killed.
 
-    def kill() -> None:
-        for one in life:
-            one.send_signal(signal.SIGKILL)
-
-    timer = threading.Timer(end - time.monotonic(), kill)
-    timer.start()
-    reached = None
-    for line in life[0].stdout:
-        try:
-            said: dict[str, Any] = json.loads(line)
-        except ValueError:
-            break  # it was killed as it wrote
-        if "restored" in said:
-            reached = said["restored"]
-            if killed:
-                found.down.append(time.monotonic() - killed)
-                found.restored.append((reached, said["digest"]))
+    Args:
+        end: when it is killed, on the monotonic clock. since: when the one before was; until one has trained, when the
+            job began.
+    """
+    reached, last = None, 0.0
+    for document in said:
+        if "restored" in document:
+            reached, last = document["step"], document["restored"]
+            if found.start is None:
+                found.start = last - since
+            else:
+                found.down.append(last - since)
+                found.restored.append((reached, document["state"]))
                 found.again += max(0, found.useful - reached)
-        elif "step" in said and said["at"] <= end:
-            reached = said["step"]
-    if any(one.poll() is None for one in life[1:]):
-        timer.join()  # rank 0 may have ended by itself: the others are killed all the same
-    timer.cancel()
+        elif "at" in document and document["at"] <= end:
+            found.each.append(document["at"] - last)
+            reached, last = document["step"], document["at"]
     if reached is not None:
         found.useful = reached
 

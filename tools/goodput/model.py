@@ -91,16 +91,24 @@ def formula(way: Way, iteration: float, seconds: float, failures: int) -> float:
 
 
 def simulated(
-    way: Way, iteration: float, seconds: float, failures: Iterable[Failure], *, restart: float = 0.0, seed: int = 1
+    way: Way,
+    iteration: float,
+    seconds: float,
+    failures: Iterable[Failure],
+    *,
+    restart: float = 0.0,
+    begin: float = 0.0,
+    seed: int = 1,
 ) -> Outcome:
     """Let a job run for some time.
 
     Args:
         iteration: seconds of one without saves.
         restart: until a failed job runs again, before it restores: a new machine, processes, collectives.
+        begin: until its first life trains.
     """
     chance = random.Random(seed)
-    job = _Job(way, iteration + way.stall / way.interval)
+    job = _Job(way, iteration + way.stall / way.interval, begin=begin)
     count = 0
     for failure in failures:
         if failure.at >= seconds:

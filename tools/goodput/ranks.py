@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Final, Self
 from unittest import mock
 
 import numpy as np
@@ -32,6 +32,9 @@ from tools.goodput.world import World
 __all__ = ["Costs", "Phase", "Run", "simulated"]
 
 _PATIENCE = 1e9
+PAGE: Final = 1000
+"""Objects that a bucket lists in one request."""
+_LISTINGS: Final = ("list", "sizes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +136,15 @@ class _Counted:
         if world.rank() == 0:
             self.mark = time.thread_time()
 
-    def request(self, kind: str) -> None:
-        """One request to the bucket."""
+    def request(self, kind: str, count: int = 1) -> None:
+        """One request to the bucket, or a few, one after the other."""
         if (rank := self.world.rank()) is None:
             return
         self.computed()
-        self.kinds[f"bucket {kind}"] += 1
-        self.phase.requests += 1
-        self.phase.requests_0 += rank == 0
-        self.world.sleep(self.costs.request)
+        self.kinds[f"bucket {kind}"] += count
+        self.phase.requests += count
+        self.phase.requests_0 += count * (rank == 0)
+        self.world.sleep(count * self.costs.request)
         if rank == 0:
             self.mark = time.thread_time()
 
@@ -209,15 +212,13 @@ class _Inline(Executor):
 
 
 @contextlib.contextmanager
-def _replaced(counted: _Counted, pause: float | None) -> Iterator[None]:
+def _replaced(counted: _Counted) -> Iterator[None]:
     """Put the world in place of what the product would wait for."""
     with contextlib.ExitStack() as stack:
         for module in (key_value_store, step_messages):
             stack.enter_context(mock.patch.object(module, "time", counted.world))
-        if pause is not None:
-            stack.enter_context(mock.patch.object(key_value_store, "LONGEST_PAUSE", pause))
         stack.enter_context(mock.patch.object(rank_resources, "started_pool", return_value=_Inline()))
-        for name in ("get", "size", "create", "replace", "delete", "list", "open_source"):
+        for name in ("get", "size", "create", "replace", "delete", "list", "sizes", "open_source"):
             stack.enter_context(mock.patch.object(MemoryBackend, name, _counting(counted, name)))
         stack.enter_context(mock.patch.object(MemoryBackend, "open_sink", _counting(counted, "open_sink", "write")))
         yield
@@ -227,8 +228,9 @@ def _counting(counted: _Counted, name: str, said: str | None = None) -> Callable
     real = getattr(MemoryBackend, name)
 
     def method(backend: MemoryBackend, *arguments: Any, **named: Any) -> Any:
-        counted.request(said or name)
-        return real(backend, *arguments, **named)
+        found = real(backend, *arguments, **named) if name in _LISTINGS else None
+        counted.request(said or name, 1 if found is None else -(-max(1, len(found)) // PAGE))
+        return real(backend, *arguments, **named) if found is None else found
 
     return method
 
@@ -239,12 +241,8 @@ def _state(rank: int, step: int) -> dict[str, Any]:
     return {"model": common, "own": np.full(16, 1e5 * step + rank, np.float32)}
 
 
-def simulated(size: int, steps: int = 3, costs: Costs | None = None, pause: float | None = None) -> Run:
-    """Let `size` ranks open a store, save `steps` steps and close it.
-
-    Args:
-        pause: seconds between two looks of a rank that has waited for long; None: the product's.
-    """
+def simulated(size: int, steps: int = 3, costs: Costs | None = None) -> Run:
+    """Let `size` ranks open a store, save `steps` steps and close it."""
     counted = _Counted(World(), costs or Costs())
     world, box = counted.world, _Mailbox(counted)
     url = f"memory://goodput-ranks-{size}"
@@ -274,7 +272,7 @@ def simulated(size: int, steps: int = 3, costs: Costs | None = None, pause: floa
         writer.close()
         store.close()
 
-    with _replaced(counted, pause):
+    with _replaced(counted):
         world.run([lambda number=number: rank(number) for number in range(size)])  # type: ignore[misc]
     found = [one for _, one in ends]
     phases = {"open": found[0], "first": found[1], "next": _mean(found[2:] or found[1:])}

@@ -7,24 +7,22 @@ is killed every few seconds, so that it would hide the rest.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from tools.bench.storage.rounds import WorkerError
 from tools.bench.training.training_cases import ROOT, environment
-from tools.warm import Warm
+from tools.goodput.life import Start, begun
+from tools.warm import Script, Warm
 
-__all__ = ["Life", "Way", "command_of", "lived", "moments"]
+__all__ = ["Life", "Way", "lived", "moments", "starting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,31 +110,21 @@ def lived(warm: Warm, way: Way, shape: Sequence[int], steps: int, kills: Sequenc
     states: dict[int, str] = {}
     while True:
         said = _Said()
-        with tempfile.TemporaryFile("w+", dir=folder.parent) as trouble:
-            command = command_of(way, shape, steps, folder)
-            pipes = {"stdout": subprocess.PIPE, "stderr": trouble, "text": True}
-            process = warm.start(command, cwd=ROOT, env=environment(), **pipes)  # type: ignore[arg-type]
-            with process:
-                for line in process.stdout or ():
-                    computed += said.take(json.loads(line))
-                    if (
-                        waiting
-                        and computed >= int(waiting[0])
-                        and not said.killed
-                        and said.restored
-                        and not said.trained
-                    ):
-                        time.sleep(waiting.pop(0) % 1 * said.iteration)
-                        _kill(process, said, found)  # what it has printed until then still counts
-            status = process.wait()
-            if said.digest:  # it was faster than the signal
-                said.killed = 0.0
-            trouble.seek(0)
-            text = trouble.read().strip()
+        with begun(starting(warm, way, shape, steps, folder), folder.parent) as life:
+            for document in life.says():
+                computed += said.take(document)
+                due = waiting and computed >= int(waiting[0])
+                if due and not life.killed and said.restored and not said.trained:
+                    time.sleep(waiting.pop(0) % 1 * said.iteration)
+                    life.kill()  # what it has printed until then still counts
+                    if way.hardware and said.agent is not None:
+                        _kill_agent(said.agent)
+            life.done = bool(said.digest)
+        killed = 0.0 if said.digest else life.killed  # it may have been faster than the signal
         if said.began:
             found.starts.append(said.began - died)
             since = said.began if found.failures else said.restored  # opening a new store recovers nothing
-            found.seconds += (said.trained or said.killed or said.last) - since - said.spent
+            found.seconds += (said.trained or killed or said.last) - since - said.spent
         if said.restored:
             found.restores.append(said.restored - said.began)
             found.lost += max(0, reached - said.first)
@@ -148,10 +136,8 @@ def lived(warm: Warm, way: Way, shape: Sequence[int], steps: int, kills: Sequenc
         if said.digest:
             found.digest = said.digest
             return found
-        if status != -signal.SIGKILL or not said.killed:
-            raise WorkerError(f"{way.label}: {(text.splitlines() or [f'it ended with status {status}'])[-1]}")
         found.failures += 1
-        died = said.killed
+        died = killed
 
 
 @dataclass(slots=True)
@@ -162,7 +148,6 @@ class _Said:
     restored: float = 0.0
     last: float = 0.0
     trained: float = 0.0
-    killed: float = 0.0
     iteration: float = 0.0
     first: int = 0
     step: int = 0
@@ -185,18 +170,11 @@ class _Said:
             self.states[document["noted"]] = document["state"]
         elif "digest" in document:
             self.digest, self.trained = document["digest"], document["trained"]
-        else:
-            self.step, now = document["step"], time.monotonic()
+        elif "at" in document:
+            self.step, now = document["step"], document["at"]
             self.iteration, self.last = now - self.last, now
             return 1
         return 0
-
-
-def _kill(process: Any, said: _Said, found: Life) -> None:
-    said.killed = time.monotonic()
-    process.send_signal(signal.SIGKILL)
-    if found.way.hardware and said.agent is not None:
-        _kill_agent(said.agent)
 
 
 def _kill_agent(pid: int) -> None:
@@ -215,9 +193,15 @@ def _running(pid: int) -> bool:
         return False
 
 
-def command_of(way: Way, shape: Sequence[int], steps: int, folder: Path) -> list[str]:
-    """The command line of a life (`tools.papers.life_worker`)."""
-    words = [sys.executable, "-W", "ignore", "-m", "tools.papers.life_worker", way.strategy, "--dir", str(folder)]
-    words += ["--shape", *map(str, shape), "--until", str(steps), "--interval", str(way.interval)]
-    words += ["--full-every", str(way.full_every)]
-    return words if way.batch is None else [*words, "--batch", str(way.batch)]
+def starting(warm: Warm, way: Way, shape: Sequence[int], steps: int, folder: Path) -> Start:
+    """What starts the process of a life that trains up to a step. `shape`: width, layers, batch, context."""
+    width, layers, batch, context = map(str, shape)
+    words = [sys.executable, "-W", "ignore", "-m", "tools.bench.training.training_worker", "live", way.strategy]
+    words += ["--dir", str(folder), "--width", width, "--layers", layers, "--tokens", batch, context]
+    words += ["--until", str(steps), "--note", "--interval", str(way.interval), "--full-every", str(way.full_every)]
+    words += [] if way.batch is None else ["--batch", str(way.batch)]
+
+    def start(_rank: int, trouble: IO[str]) -> Script:
+        return warm.start(words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=trouble, text=True)
+
+    return start

@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 
 from tools.papers.result import Result, Table
 
-__all__ = ["claims", "compared", "machine_line", "markdown", "show"]
+__all__ = ["bounds", "claims", "compared", "machine_line", "markdown", "show"]
 
 
 def claims(result: Result) -> Table:
@@ -24,6 +24,14 @@ def compared(result: Result) -> list[str]:
     return [
         f"{one.what}: {one.equal} of {one.states} equal bit for bit" + (f"; {one.loss}" if one.loss else "")
         for one in result.compared
+    ]
+
+
+def bounds(result: Result) -> list[str]:
+    """A line for each bound."""
+    return [
+        f"{'Beyond' if one.failed else 'Within'} its bound: {one.what}: {one.value:.3g} of at most {one.limit:g}."
+        for one in result.bounds
     ]
 
 
@@ -54,7 +62,7 @@ def show(console: Console, result: Result) -> None:
 def _below(result: Result) -> Iterator[str]:
     yield from (f"{one.verdict}: {one.text}: {one.remark}" for one in result.claims if one.remark)
     yield from result.remarks
-    yield from compared(result)
+    yield from (*compared(result), *bounds(result))
 
 
 def markdown(result: Result) -> Iterator[str]:
@@ -67,7 +75,7 @@ def markdown(result: Result) -> Iterator[str]:
         yield ""
     for table in result.tables:
         yield from _grid(table)
-    for line in (*result.remarks, *(f"Compared: {one}." for one in compared(result))):
+    for line in (*result.remarks, *(f"Compared: {one}." for one in compared(result)), *bounds(result)):
         yield from (line, "")
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-__all__ = ["Asked", "Cell", "Claim", "Compared", "Figure", "Result", "Table"]
+__all__ = ["Asked", "Bound", "Cell", "Claim", "Compared", "Figure", "Result", "Table"]
 
 _T = TypeVar("_T")
 Cell = str | int | float | None
@@ -145,6 +145,25 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
+class Bound:
+    """A number that must not exceed a limit; if it does, the command fails. Not for speeds: a busy machine is no fault.
+
+    Attributes:
+        what: what it says, in a line.
+        value, limit: the number, and its limit.
+    """
+
+    what: str
+    value: float
+    limit: float
+
+    @property
+    def failed(self) -> bool:
+        """It is beyond the limit, or is no number."""
+        return not self.value <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
 class Figure:
     """One panel of the PNG.
 
@@ -178,6 +197,7 @@ class Result:
     """What an experiment found.
 
     Attributes:
+        bounds: numbers that must stay within limits.
         remarks: lines below the tables: what differs from the paper's setting, and what the numbers mean.
         settings: of the run: models, steps, rounds, times; goes to the JSON, and a line of it to the page.
         numbers: everything measured that is in no table.
@@ -187,14 +207,16 @@ class Result:
     claims: Sequence[Claim]
     figures: Sequence[Figure]
     compared: Sequence[Compared]
+    bounds: Sequence[Bound] = ()
     remarks: Sequence[str] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[str]:
-        """What was not equal, though it should have been."""
+        """What was not equal, though it should have been, and what is beyond its bound."""
         wrong = [f"{one.what}: {one.equal} of {one.states} states are equal" for one in self.compared if one.failed]
+        wrong += [f"{one.what}: {one.value:.3g}, at most {one.limit:g} is allowed" for one in self.bounds if one.failed]
         return wrong or ([] if self.compared else ["nothing was compared"])
 
     def document(self) -> dict[str, Any]:
@@ -204,6 +226,6 @@ class Result:
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Result:
         """From the JSON."""
-        parts = {"tables": Table, "claims": Claim, "figures": Figure, "compared": Compared}
-        given: dict[str, Any] = {name: [kind(**one) for one in document[name]] for name, kind in parts.items()}
+        parts = {"tables": Table, "claims": Claim, "figures": Figure, "compared": Compared, "bounds": Bound}
+        given: dict[str, Any] = {name: [kind(**one) for one in document.get(name, ())] for name, kind in parts.items()}
         return cls(**given, **{name: document[name] for name in ("remarks", "settings", "numbers")})

@@ -130,7 +130,8 @@ class AgentRendezvous:
 
     def _await_letter(self, key: str, seconds: float) -> bytes:
         letter: bytes | None = None
-        if ReplyDeadline(seconds, self.group.ended).wait(lambda: self.group.mailbox.has([key])):
+        deadline = ReplyDeadline(seconds, self.group.ended, self.group.size)
+        if deadline.wait(lambda: self.group.mailbox.has([key])):
             letter = fetch(self.group.mailbox, key)
         if letter is None:
             raise MissingRankError(f"rank 0 did not say within {seconds:g} s where its agent is; no agent was started")

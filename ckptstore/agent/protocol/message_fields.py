@@ -226,10 +226,11 @@ def read_options(form: Any) -> WriterOptions:
 
 def _policy(form: Mapping[str, Any]) -> Policy:
     values = dict(form["policy"])
-    codecs = values.pop("codecs")
-    if not all(type(codec) is str for codec in codecs):
-        raise AgentError(f"codecs {codecs!r:.80}")
-    return Policy(codecs=tuple(codecs), **values)
+    codecs, by_class = values.pop("codecs"), {kind: tuple(own) for kind, own in values.pop("by_class").items()}
+    for names in (codecs, *by_class.values()):
+        if not all(type(codec) is str for codec in names):
+            raise AgentError(f"codecs {names!r:.80}")
+    return Policy(codecs=tuple(codecs), by_class=by_class, **values)
 
 
 # -- checkpoints, errors, warnings, labels

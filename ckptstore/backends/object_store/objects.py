@@ -13,7 +13,7 @@ import contextlib
 import errno
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
@@ -158,17 +158,13 @@ class ObjectBackend(Backend):
     def list(self, prefix: str) -> list[str]:
         """See `Backend.list`. Omits folder markers (an object ``log/``, which consoles create)."""
         folder = checked_folder(prefix)
-        keys = {key for key in self._requests.keys(folder) if key.startswith(folder)}
-        # A marker is listed without its slash. Prevents: a new folder of a bucket that is reported as not empty.
-        markers = {""}
-        for key in keys:
-            while (key := key.rpartition("/")[0]) not in markers:
-                markers.add(key)
-        return sorted(keys - markers)
+        return sorted(_without_markers(key for key in self._requests.keys(folder) if key.startswith(folder)))
 
-    def segments_nbytes(self) -> int:
-        """See `Backend.segments_nbytes`. Sends one request. What is being sent is not seen."""
-        return sum(self._requests.sizes("seg/").values())
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """See `Backend.sizes`. Sends one request for 1,000 objects. What is being sent is not seen."""
+        folder = checked_folder(prefix)
+        found = {key: size for key, size in self._requests.sizes(folder).items() if key.startswith(folder)}
+        return {key: found[key] for key in sorted(_without_markers(found))}
 
     def folders(self, prefix: str) -> Sequence[str]:
         """See `Backend.folders`."""
@@ -240,3 +236,12 @@ class ObjectBackend(Backend):
             if self._threads is not None:
                 self._threads.shutdown(wait=False)
                 self._threads = None
+
+
+def _without_markers(keys: Iterable[str]) -> set[str]:
+    """Omit folder markers. Prevents: a new folder of a bucket that is reported as not empty."""
+    found, markers = set(keys), {""}  # a marker is listed without its slash
+    for key in found:
+        while (key := key.rpartition("/")[0]) not in markers:  # its folders, from the inside
+            markers.add(key)
+    return found - markers

@@ -4,7 +4,8 @@
 2. *Materialize* kept checkpoints that are the only reason for held bases to stay, if that frees more than it takes.
    A checkpoint that shares a segment with those bases and has another encoding gives up the one in that segment.
 3. *Materialize* kept checkpoints that take more links or time to restore than allowed, from the full upwards.
-4. *Re-encode* kept fulls as deltas against an earlier kept full, or compressed, if that saves a fifth.
+4. *Re-encode* kept fulls as deltas against an earlier kept full, or compressed, if that saves a fifth. Fulls that an
+   earlier compaction was asked to write uncompressed stay.
    Steps 2 to 4 are repeated until they find no move.
 5. *Merge* runs of small diffs into one segment.
 
@@ -19,7 +20,7 @@ from typing import Final
 from ckptstore.errors import CorruptionError
 from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.commit_checks import users
-from ckptstore.formats.history.records import Node, ref_of
+from ckptstore.formats.history.records import PLAIN, Node, ref_of
 from ckptstore.maintenance.compact.delta_moves import DeltaMoves
 from ckptstore.maintenance.compact.encoding_choice import EncodingChooser
 from ckptstore.maintenance.compact.moves import CompactLimits, Kind, Move, Planned, Rewrite, Unmet
@@ -131,8 +132,14 @@ class _Planner:
 
     def _left_alone(self) -> frozenset[Node]:
         """Return fulls that stay as they are, and that get no new deltas against them."""
-        passing = {node for node in self._store.catalog.checkpoints if not self._stays(node)}
-        return self._refused | self._newest() | passing
+        catalog = self._store.catalog
+        passing = {node for node in catalog.checkpoints if not self._stays(node)}
+        asked = set() if self._limits.compress_plain else {node for node in catalog.checkpoints if self._is_plain(node)}
+        return self._refused | self._newest() | passing | asked
+
+    def _is_plain(self, node: Node) -> bool:
+        """Whether a compaction has stored it uncompressed because it was asked to."""
+        return any(edge.extra.get(PLAIN) is True for edge in self._store.catalog.encodings.get(node, ()))
 
     # -- step 2 of the module's list
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ckptstore.errors import CorruptionError, CorruptSegmentError, FencedError, UsageError
 from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.commit_checks import check_commit, droppable, users
-from ckptstore.formats.history.records import CheckpointEntry, Encoding, Node, SegmentEntry, ref_of
+from ckptstore.formats.history.records import PLAIN, CheckpointEntry, Encoding, Node, SegmentEntry, ref_of
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import CatalogChange
 from ckptstore.log.change_committer import ChangeCommitter
@@ -163,6 +163,8 @@ class MoveExecutor:
                 found,
                 draft=lambda one: merged_draft([one], catalog, self._journal.run, self._context.term),
             )
+        if rewrite.plain:
+            edge = replace(edge, extra={**edge.extra, PLAIN: True})
         if state != entry.state:
             raise CorruptSegmentError(f"checkpoint {entry.ref}: its chain gives another state than the log says")
         chain = (edge,) if edge.base is None else (*below, edge)

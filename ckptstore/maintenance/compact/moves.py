@@ -25,6 +25,7 @@ class CompactLimits:
         target_bytes: size of all segments below which no more bytes are saved at the cost of time; None: save as many
             as possible.
         plain: REFs of checkpoints that become uncompressed fulls, or stay such.
+        compress_plain: fulls that an earlier compaction wrote for its `plain` may be compressed again.
 
     Raises:
         UsageError: an attribute is invalid.
@@ -34,6 +35,7 @@ class CompactLimits:
     max_restore_seconds: float | None = None
     target_bytes: int | None = None
     plain: Sequence[str | int] = ()
+    compress_plain: bool = False
 
     def __post_init__(self) -> None:
         if self.max_depth is not None:

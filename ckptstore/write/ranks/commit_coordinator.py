@@ -180,7 +180,7 @@ class CommitCoordinator:
 
     def _await_verdict(self, exchange: Exchange) -> tuple[CheckpointInfo, ...]:
         """On another rank: wait for the result of rank 0 -> the committed checkpoints. Raises rank 0's error."""
-        deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
+        deadline = ReplyDeadline(2 * self._resources.ranks.timeout, ranks=exchange.size)
         try:
             letter = exchange.first([exchange.key("verdict")], deadline)
             if letter is not None:
@@ -224,9 +224,9 @@ class CommitCoordinator:
         committer.retire_rest()
         committer.note_end()
         committer.finish_folds()
-        seconds, ended = min(_FAREWELL, self._resources.ranks.timeout), self._resources.group.ended
+        seconds, group = min(_FAREWELL, self._resources.ranks.timeout), self._resources.group
         with contextlib.suppress(MailboxError, AgentLostError):  # a lost rank cannot read the results
-            ReplyDeadline(seconds, ended).wait(lambda: self._rank_term.sweep(box))
+            ReplyDeadline(seconds, group.ended, group.size).wait(lambda: self._rank_term.sweep(box))
             self._rank_term.clear(box)
 
     def give_way(self, error: WriterError) -> None:

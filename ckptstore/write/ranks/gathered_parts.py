@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from ckptstore.errors import (
     DivergedReplicasError,
@@ -156,6 +156,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
 
 
+_FEW: Final = 8
+"""So many segments are looked up one by one. More are listed together: a listing shows 1,000 in one request."""
+
+
 def check_seen(journal: Journal, segments: Mapping[int, Sequence[SegmentEntry]]) -> None:
     """Check that rank 0 sees what the others have written: each rank may have a separate disk.
 
@@ -165,8 +169,11 @@ def check_seen(journal: Journal, segments: Mapping[int, Sequence[SegmentEntry]])
     Raises:
         StorageError: it does not see a segment, or sees another size.
     """
-    for rank, own in segments.items():
-        for segment in own:
+    written = [(rank, segment) for rank, own in segments.items() for segment in own]
+    listed = _listed(journal, [segment for _, segment in written]) if len(written) > _FEW else {}
+    for rank, segment in written:
+        size = listed.get(segment.key)
+        if size is None:  # a listing may be late
             try:
                 size = journal.backend.size(segment.key)
             except (KeyError, OSError, LookupError) as error:
@@ -174,5 +181,16 @@ def check_seen(journal: Journal, segments: Mapping[int, Sequence[SegmentEntry]])
                     f"{journal.url}: rank {rank} wrote {segment.key}, which rank 0 does not see: all ranks need "
                     "one store (a shared file system, or an object store)"
                 ) from error
-            if size != segment.size:
-                raise StorageError(f"{journal.url}: {segment.key} has {size} bytes; rank {rank} wrote {segment.size}")
+        if size != segment.size:
+            raise StorageError(f"{journal.url}: {segment.key} has {size} bytes; rank {rank} wrote {segment.size}")
+
+
+def _listed(journal: Journal, segments: Sequence[SegmentEntry]) -> dict[str, int]:
+    """The lengths of the objects beside these segments. Empty if they cannot be listed: each is then looked up."""
+    found: dict[str, int] = {}
+    try:
+        for folder in dict.fromkeys(f"{segment.key.rpartition('/')[0]}/" for segment in segments):
+            found |= journal.backend.sizes(folder)
+    except StorageError:
+        return {}
+    return found

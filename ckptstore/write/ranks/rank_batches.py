@@ -173,7 +173,8 @@ class RankBatches:
         if self._first is not None:
             self.end_early()
             with contextlib.suppress(CkptError):
-                ReplyDeadline(2 * self._resources.ranks.timeout).wait(lambda: self._fetch_last() is not None)
+                deadline = ReplyDeadline(2 * self._resources.ranks.timeout, ranks=self._resources.group.size)
+                deadline.wait(lambda: self._fetch_last() is not None)
             self._late = 0.0
             self.follow()
 
@@ -318,7 +319,7 @@ class RankBatches:
         """The hashes of the states that rank 0 has combined; not needed for a single step, whose base is known."""
         if len(batch) == 1:
             return []
-        deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
+        deadline = ReplyDeadline(2 * self._resources.ranks.timeout, ranks=exchange.size)
         letter = exchange.first([exchange.key("verdict"), exchange.key("states")], deadline)
         if letter is None:
             raise MissingRankError(

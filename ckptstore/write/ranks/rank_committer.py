@@ -127,7 +127,7 @@ class RankCommitter(Commits):
             raise self.ended
 
     def _deadline(self, exchange: Exchange) -> ReplyDeadline:
-        return ReplyDeadline(self._options.timeout, exchange.ended)
+        return ReplyDeadline(self._options.timeout, exchange.ended, exchange.size)
 
     def _commit_parts(
         self, exchange: Exchange, agreement: Agreement, session: SegmentSession, labels: Labels, order: Order
@@ -158,9 +158,9 @@ class RankCommitter(Commits):
 
     def _look_for(self, segments: dict[int, tuple[SegmentEntry, ...]]) -> None:
         """Check that rank 0 sees what the other ranks write, once for each rank."""
-        if not self._seen.issuperset(rank for rank, own in segments.items() if own):
-            check_seen(self.log.journal, segments)
-            self._seen.update(rank for rank, own in segments.items() if own)
+        if unseen := {rank: own for rank, own in segments.items() if own and rank not in self._seen}:
+            check_seen(self.log.journal, unseen)
+            self._seen.update(unseen)
 
     def _compare(self, parts: list[RankPart], division: Division, step: int) -> None:
         if self._options.diverged == "ignore":

@@ -132,7 +132,8 @@ class RankOrders:
 
         while True:
             try:
-                check_kept(one.exchange, one.agreement, ReplyDeadline(self._resources.ranks.timeout, look))
+                deadline = ReplyDeadline(self._resources.ranks.timeout, look, one.exchange.size)
+                check_kept(one.exchange, one.agreement, deadline)
             except _HurryError:
                 batches.flush()
                 continue
@@ -143,7 +144,7 @@ class RankOrders:
     def _await_order(self, one: RankSave) -> Order:
         """Another rank: wait for the order of rank 0, which may end the batch meanwhile."""
         exchange = one.exchange
-        deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
+        deadline = ReplyDeadline(2 * self._resources.ranks.timeout, ranks=exchange.size)
         while True:
             ends = None if self._batches is None else self._batches.letter_key()
             keys = [exchange.key("order"), exchange.key("verdict"), *([] if ends is None else [ends])]

@@ -49,7 +49,7 @@ def gather_ranks(
                 post(box, invited[rank][1], pack([session, refusal(rank, size)]))
         return box.has(list(here.values()))
 
-    if not ReplyDeadline(timeout, group.ended).wait(met):
+    if not ReplyDeadline(timeout, group.ended, group.size).wait(met):
         missing = [str(rank) for rank, key in here.items() if not box.has([key])]
         raise MissingRankError(
             f"{told[0]}: rank {', '.join(missing[:8])} of {group.size} did not join within {timeout:g} s; every rank "

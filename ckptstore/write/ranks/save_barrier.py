@@ -100,7 +100,7 @@ class SaveBarrier:
         keys = [f"{self._base}/farewell/{step}/{rank}" for rank in range(self._group.size)]
         try:
             self._box.set(keys[self._group.rank], b"1")
-            return ReplyDeadline(seconds).wait(lambda: self._box.has(keys))
+            return ReplyDeadline(seconds, ranks=len(keys)).wait(lambda: self._box.has(keys))
         except MailboxError:
             return False
 
@@ -148,7 +148,8 @@ class SaveBarrier:
         key, left = self._key("answer", self._round), f"{self._base}/left/0"
         if self._group.rank == 0:
             self._answer(key)
-        in_time = ReplyDeadline(self._timeout).wait(lambda: self._over or self._box.has([key]) or self._box.has([left]))
+        deadline = ReplyDeadline(self._timeout, ranks=self._group.size)
+        in_time = deadline.wait(lambda: self._over or self._box.has([key]) or self._box.has([left]))
         letter = None if self._over else fetch(self._box, key)
         step, asked = (None, []) if letter is None else unpack(letter, key)
         with self._changed:
@@ -177,7 +178,7 @@ class SaveBarrier:
             gone = self._over or any(self._box.has([left[rank]]) for rank in missing)
             return gone or not missing
 
-        in_time = ReplyDeadline(self._timeout).wait(there)
+        in_time = ReplyDeadline(self._timeout, ranks=len(ranks)).wait(there)
         if gone or not in_time:
             self._late = self._late or not in_time
             post(self._box, key, pack([None, []]))

@@ -57,7 +57,7 @@ def prepare(
         )
     holding = holding_of(named, resources.group.rank, resources.ranks.globs, list(rank_term.families))
     before, apart = rank_term.agreed, resources.ranks.diverged != "warn"
-    deadline = ReplyDeadline(resources.ranks.timeout, resources.group.ended)
+    deadline = ReplyDeadline(resources.ranks.timeout, resources.group.ended, resources.group.size)
     agreement = rank_term.agreed = one.agreement = agree(one.exchange, holding, before, deadline, replicas_apart=apart)
     one.kept = agreement is before
     crash_point("ranks.divided")

@@ -86,7 +86,7 @@ def _check_same_ref(here: Mapping[int, bytes], asked: str | None) -> None:
 
 def _hear_all(group: Group, session: str, timeout: float) -> None:
     keys = [f"{_BASE}/sees/{session}/{rank}" for rank in range(1, group.size)]
-    heard = ReplyDeadline(timeout, group.ended).wait(lambda: group.mailbox.has(keys))
+    heard = ReplyDeadline(timeout, group.ended, group.size).wait(lambda: group.mailbox.has(keys))
     for rank, key in enumerate(keys, 1):
         letter = fetch(group.mailbox, key)
         if letter is None:
@@ -121,7 +121,7 @@ def join(
     """
     box, invitation = group.mailbox, request_invitation(group, _BASE)
     crash_point("ranks.joined")
-    deadline = ReplyDeadline(timeout, group.ended)
+    deadline = ReplyDeadline(timeout, group.ended, group.size)
     session, refused = unpack(_await_letter(group, invitation, deadline), "invite")
     if refused is not None:
         raise RankMismatchError(f"the ranks are not of one group: {refused}")
@@ -130,7 +130,8 @@ def join(
     if flaw is not None:
         raise flaw
     # Other ranks may come late, until rank 0 gives up: this wait takes 2 * timeout at most.
-    told = unpack(_await_letter(group, f"{_BASE}/opened/{session}", ReplyDeadline(2 * timeout, group.ended)), "opened")
+    patient = ReplyDeadline(2 * timeout, group.ended, group.size)
+    told = unpack(_await_letter(group, f"{_BASE}/opened/{session}", patient), "opened")
     if isinstance(told, str):
         raise FailedRankError(f"rank 0 could not open a term: {told}")
     opening = OpenedTerm.unpacked(pack(told), "opened")
@@ -147,7 +148,7 @@ def join(
     finally:
         post(box, f"{_BASE}/sees/{session}/{group.rank}", pack(reason))
     key = f"{_BASE}/agreed/{session}/{group.rank}"
-    answer = _await_letter(group, key, ReplyDeadline(2 * timeout, group.ended))
+    answer = _await_letter(group, key, ReplyDeadline(2 * timeout, group.ended, group.size))
     withdraw(box, [key])
     if (why := unpack(answer, "agreed")) is not None:
         raise FailedRankError(f"rank 0 could not begin the term with all ranks: {why}")

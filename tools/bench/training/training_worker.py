@@ -3,7 +3,8 @@
 ``python -m tools.bench.training.training_worker TASK STRATEGY`` has these tasks.
 
 ``loop`` trains, saves, measures, restores and compares; ``turns`` does so for as many steps at a time as it reads;
-``kill`` trains until it is killed, and reports each step; ``live`` does so from the newest checkpoint on; ``digests``
+``kill`` trains until it is killed, and reports each step; ``live`` does so from the newest checkpoint on, perhaps up to
+a step, and tells when its model exists (``begun``), what it has restored, and when each step was done; ``digests``
 trains without saves, and notes the digest of every step; ``restore`` reports the newest restorable checkpoint,
 ``recover`` continues to a step. Each prints JSON; `training` starts them.
 """
@@ -15,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -287,10 +289,14 @@ def kill(asked: argparse.Namespace, shape: Shape) -> None:
 
 
 def live(asked: argparse.Namespace, shape: Shape) -> None:
-    """One life of a job: restore what an earlier one left, and train until killed."""
-    began = time.monotonic()
+    """One life of a job: restore what an earlier one left, and train until killed, or up to `asked.until`.
+
+    SIGTERM preempts a life that has an end: it makes its latest step durable, and ends. Times are `time.monotonic`'s,
+    which all processes of a machine share. No measurement counts what digests take (``spent``).
+    """
     kind = ALL[asked.strategy]
     trainer = Trainer(shape, asked.device)
+    say({"begun": time.monotonic()})
     resumes = issubclass(kind, Checkpointed)  # it restores as it is made
     if (asked.dir / LIVED).exists() and not resumes:
         trainer.take()  # so that there are moments to load into
@@ -300,12 +306,33 @@ def live(asked: argparse.Namespace, shape: Shape) -> None:
     ledger = Ledger()
     strategy = kind(asked.dir, trainer, options, ledger)
     (asked.dir / LIVED).touch()
-    step = trainer.step
-    say({"restored": step, "digest": digest(trainer.state()) if step else "", "seconds": time.monotonic() - began})
+
+    def told(**members: Any) -> None:
+        now = time.monotonic()
+        state = digest(trainer.state()) if trainer.step else ""
+        say({"state": state, "spent": time.monotonic() - now} | members)
+
+    pid = getattr(strategy, "agent_pid", None)
+    told(restored=time.monotonic(), step=trainer.step, agent=pid)
     run = Run(trainer, strategy, ledger, asked.interval)
-    while True:
-        run.take()
+    preempted: list[int] = []
+    if asked.until is not None:
+        signal.signal(signal.SIGTERM, lambda number, _frame: preempted.append(number))
+
+    def noted(step: int) -> None:
+        """Before a save: a killed life may have saved what it has not printed."""
+        if asked.note:
+            told(noted=step)
+
+    while (asked.until is None or trainer.step < asked.until) and not preempted:
+        run.take(noted)
         say({"step": trainer.step, "at": time.monotonic()})
+    done = time.monotonic()
+    if preempted and trainer.step % asked.interval and not strategy.every_step:
+        strategy.save(trainer.step)  # its latest step is not saved yet
+    strategy.settle()
+    say({"digest": digest(trainer.state()), "trained": done, "step": trainer.step})
+    strategy.close()
 
 
 def digests(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
@@ -342,6 +369,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="the step before the first one")
     parser.add_argument("--restarts", type=int, nargs="*", default=[], help="of `digests`: steps that lives restored")
+    parser.add_argument("--until", type=int, help="of live: the last step; default: it trains until it is killed")
+    parser.add_argument("--note", action="store_true", help="of live: tell the digest of each state before its save")
     parser.add_argument("--full-every", type=int, default=100)
     parser.add_argument("--batch", type=int, help="step diffs in one write; default: the interval")
     parser.add_argument("--device", default="cpu")
@@ -357,6 +386,7 @@ def main() -> None:
             kill(asked, shape)
         if asked.task == "live":
             live(asked, shape)
+            return
         tasks = {"loop": loop, "digests": digests, "turns": turns, "restore": restore, "recover": recover}
         say(tasks[asked.task](asked, shape) | {"pinning": pinning})
     except AbsentError as error:

@@ -9,20 +9,17 @@ cluster of 90 devices under LAS, jobs arriving at random, with the measured cost
 from __future__ import annotations
 
 import heapq
-import json
 import random
-import signal
 import statistics
-import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tools.bench.training.training_cases import ROOT, environment
-from tools.papers.lives import Way, command_of, lived
+from tools.bench.training.training_cases import environment
+from tools.goodput.life import begun
+from tools.papers.lives import Way, lived, starting
 from tools.papers.result import Asked, Claim, Compared, Figure, Result, Table
 from tools.warm import MODULES, Warm
 
@@ -106,25 +103,17 @@ def _round(warm: Warm, way: Way, shape: Sequence[int], job: _Job, quantum: int, 
     folder.mkdir(parents=True, exist_ok=True)
     last = job.served + quantum >= job.steps
     until = job.steps if last else 10 * job.steps  # it is preempted before
-    with tempfile.TemporaryFile("w+", dir=folder.parent) as trouble:
-        pipes = {"stdout": subprocess.PIPE, "stderr": trouble, "text": True}
-        command = command_of(way, shape, until, folder)
-        process = warm.start(command, cwd=ROOT, env=environment(), **pipes)  # type: ignore[arg-type]
+    with begun(starting(warm, way, shape, until, folder), folder.parent) as life:
         said: dict[str, Any] = {}
-        taken, ended, spent = 0, 0.0, 0.0
-        with process:
-            for line in process.stdout or ():
-                document = json.loads(line)
-                said |= document
-                spent += document.get("spent", 0.0)
-                if set(document) == {"step"}:
-                    taken += 1
-                    if taken == quantum and not last:
-                        process.send_signal(signal.SIGTERM)
-            ended = time.monotonic()
-        if process.wait() or "digest" not in said:
-            trouble.seek(0)
-            raise RuntimeError(f"{way.label}: {trouble.read()[-300:]}")
+        taken, spent = 0, 0.0
+        for document in life.says():
+            said |= document
+            spent += document.get("spent", 0.0)
+            taken += "at" in document
+            if "at" in document and taken == quantum and not last:
+                life.preempt()
+        ended = time.monotonic()
+        life.done = "digest" in said
     job.served = int(said["step"])
     if last:
         job.digest = said["digest"]

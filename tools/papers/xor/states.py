@@ -12,6 +12,7 @@ import numpy as np
 
 import ckptstore
 from ckptstore.analysis.analysis import Analysis, Options, analyze
+from ckptstore.formats.codecs import PAPER_POLICY
 from ckptstore.write.policy.delta_interval import RestoreBound
 from ckptstore.write.policy.delta_options import DeltaOptions
 from tools.bench.codecs.trajectories import Trajectory, ensure
@@ -83,16 +84,20 @@ def xor_gzip(pair: Pair, part: str) -> float:
 
 
 def exact(asked: Asked, pair: Pair, part: str) -> bool:
-    """Whether the later state comes back bit for bit from a store that keeps its exclusive or with the earlier one."""
+    """Whether the later state comes back bit for bit from a store that keeps it as the paper does.
+
+    That is its exclusive or with the earlier one; of moments the dictionaries of their prefixes.
+    """
     first, last = (pair.trajectory.load(step, f"{part}.") for step in (pair.step, pair.step + pair.gap))
     folder = asked.scratch / f"{pair.trajectory.name}-{part}-{pair.step}-{pair.gap}"
-    options = DeltaOptions(interval=1, form="paper", bound=RestoreBound(times=None, depth=1))
+    bound = RestoreBound(times=None, depth=1)
+    options = DeltaOptions(interval=1, form="paper", bound=bound, policy=PAPER_POLICY)
     with ckptstore.open(folder, create=True) as store:
         with store.writer(deltas=options, poll_seconds=None) as writer:
-            writer.save({"state": _plain(first)}, 1)
-            writer.save({"state": _plain(last)}, 2)
-        found: Mapping[str, Any] = store.load(2, framework="numpy")["state"]
-        return all(np.array_equal(np.asarray(found[name]), image) for name, image in last.items())
+            writer.save({part: _plain(first)}, 1)
+            writer.save({part: _plain(last)}, 2)
+        found: Mapping[str, Any] = store.load(2, framework="numpy")[part]
+        return bool(last) and all(np.array_equal(np.asarray(found[name]), image) for name, image in last.items())
 
 
 def _plain(state: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -39,7 +39,13 @@ LETTER_LIMIT: Final = 256 << 20
 _HEAD: Final = struct.Struct("<QQ")  # length, hash
 _FIRST_PAUSE: Final = 0.0005
 LONGEST_PAUSE: Final = 0.05
-"""Seconds between two looks for the letter of another rank: the first pause, and the longest."""
+"""Seconds between two looks for the letter of another rank: the first pause, and the longest of few ranks."""
+_A_LOOK: Final = 10e-6
+"""Seconds of the store's host for one look: no rank looks again before all have looked once."""
+LOOKS: Final = 1000.0
+"""Looks a second, at most, by all ranks that have waited for long: a thousand ranks look once a second each.
+
+Prevents: looks that grow with the square of the ranks, because more ranks wait, and each waits longer."""
 _LATER: Final = 0.125
 """Pauses in between are this part of the time waited, so that a letter is found at most so much later than it came."""
 
@@ -148,15 +154,18 @@ class LocalMailbox:
 class ReplyDeadline:
     """Waits for other ranks by polling: first every half millisecond, then ever less often, at least every 50 ms.
 
-    A wait in the store itself would hold its connection and could not be interrupted.
+    Among more than 50 ranks the longest pause grows with their number, up to an eighth of the time waited. A wait in
+    the store itself would hold its connection and could not be interrupted.
 
     Attributes:
         seconds: how long to wait.
         ended: called at every poll; raises if there is a reason to stop at once.
+        ranks: how many ranks may wait at the same time.
     """
 
     seconds: float
     ended: Callable[[], None] = lambda: None
+    ranks: int = 1
     _until: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -168,14 +177,15 @@ class ReplyDeadline:
         May be called again, for the time that is left.
         """
         began = time.monotonic()
+        shortest, longest = max(_FIRST_PAUSE, self.ranks * _A_LOOK), max(LONGEST_PAUSE, self.ranks / LOOKS)
         while not done():
             self.ended()
             now = time.monotonic()
             left = self._until - now
             if left <= 0:
                 return False
-            pause = max(_FIRST_PAUSE, _LATER * (now - began))
-            time.sleep(min(pause, LONGEST_PAUSE, left))
+            pause = max(shortest, _LATER * (now - began))
+            time.sleep(min(pause, longest, left))
         return True
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias, get_args
 
 from ckptstore.formats import dtypes
-from ckptstore.reports.tensor_numbers import is_integer
 
 __all__ = ["CLASSES", "TensorClass", "class_by_name", "of_an_optimizer"]
 
@@ -42,7 +41,7 @@ def class_by_name(name: str, dtype: str, shape: Sequence[int]) -> TensorClass | 
     the values decide.
     """
     parts = [part for part in _SPLIT.split(name) if part] or [name]
-    if dtype == "BOOL" or is_integer(dtypes.get(dtype)) or not shape:
+    if dtypes.is_integer(dtypes.get(dtype)) or not shape:
         return "other"
     patterns: tuple[tuple[re.Pattern[str], TensorClass], ...] = (
         (_SECOND, "second_moment"),
