@@ -15,6 +15,7 @@ from ckptstore.host.cancellable_calls import in_scope
 from ckptstore.host.progress import Progress
 from ckptstore.write.capture.bounded_capture import Feeding
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
+from ckptstore.write.commit_turn import CommitTurn
 from ckptstore.write.committer import Committer
 from ckptstore.write.save_path import SavePath
 from ckptstore.write.saves.job import SaveJob
@@ -46,7 +47,7 @@ class CompressedSaves(SavePath):
         snapshots: SnapshotPool,
         copiers: ThreadPoolExecutor,
         *,
-        thread: ThreadPoolExecutor,
+        turn: CommitTurn,
         tend: Callable[[], object],
         feeding: Feeding | None = None,
     ) -> None:
@@ -55,7 +56,7 @@ class CompressedSaves(SavePath):
             explaining: looks up the updates of a state; needs them if steps are stored as step diffs.
             snapshots: the memory into which whole states are copied.
             copiers: the threads that copy them.
-            thread: the committer's thread.
+            turn: has the committer's thread.
             tend: queues upkeep of the log after a save.
         """
         super().__init__()
@@ -66,7 +67,7 @@ class CompressedSaves(SavePath):
         self._copiers = copiers
         self._with_diffs = explaining.wanted
         self._first = self._with_diffs
-        self._thread = thread
+        self._turn = turn
         self._tend = tend
 
     def save(
@@ -118,7 +119,7 @@ class CompressedSaves(SavePath):
         self._first = False  # also for a state that another caller has copied
         with self._lock:
             self._check_taking()
-            self._thread.submit(self._work, committer, job, stage, progress)
+            self._turn.submit(lambda: self._work(committer, job, stage, progress))
         self._tend()
         if self._with_diffs and not isinstance(stage, InPlace):
             job.take()  # Prevents: cancelling a step that belongs to a sum, or that the next is compressed against.
@@ -155,9 +156,17 @@ class CompressedSaves(SavePath):
 
     def after(self, work: Callable[[], _T]) -> Future[_T]:
         """See `SavePath.after`."""
-        return self._thread.submit(work)
+        return self._turn.submit(work)
+
+    def settle(self) -> None:
+        """See `SavePath.settle`."""
+        self._turn.submit(_nothing).result()
 
     def close(self) -> None:
         """See `SavePath.close`. The committer's thread belongs to the writer."""
         if self.feeding is not None:
             self.feeding.close()
+
+
+def _nothing() -> None:
+    """Work that shows that the work before it is done."""
