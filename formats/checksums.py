@@ -14,7 +14,7 @@ import xxhash
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["chunk_hash", "header_hash", "state_hash", "tensor_hash", "xxh3_64", "xxh3_128"]
+__all__ = ["chunk_hash", "chunk_hashes", "header_hash", "state_hash", "tensor_hash", "xxh3_64", "xxh3_128"]
 
 
 def _flat(data: ReadableBuffer) -> memoryview:
@@ -34,7 +34,16 @@ def xxh3_128(data: ReadableBuffer) -> str:
 
 def chunk_hash(data: ReadableBuffer) -> str:
     """Return XXH3-64 of a chunk: 16 lower-case hex digits, most significant first."""
-    return f"{xxh3_64(data):016x}"
+    return str(xxhash.xxh3_64_hexdigest(_flat(data)))
+
+
+def chunk_hashes(data: ReadableBuffer, lengths: Iterable[int]) -> list[str]:
+    """Return `chunk_hash` of each of the consecutive chunks of `data`; `lengths` in bytes."""
+    flat, at, found = _flat(data), 0, []
+    for length in lengths:
+        found.append(str(xxhash.xxh3_64_hexdigest(flat[at : at + length])))
+        at += length
+    return found
 
 
 def header_hash(data: ReadableBuffer) -> str:
@@ -48,8 +57,10 @@ def tensor_hash(chunk_hashes: Sequence[str]) -> str:
     Raises:
         ValueError: an entry is not 16 hex digits.
     """
-    numbers = [int(text, 16) for text in chunk_hashes]
-    return xxh3_128(struct.pack(f"<{len(numbers)}Q", *numbers))
+    cells = [bytes.fromhex(text)[::-1] for text in chunk_hashes]
+    if any(len(cell) != 8 for cell in cells):
+        raise ValueError(f"chunk hashes {chunk_hashes!r:.80}: each has 16 hex digits")
+    return str(xxhash.xxh3_128_hexdigest(b"".join(cells)))
 
 
 def state_hash(tree_text: bytes, tensors: Iterable[tuple[str, str, Sequence[int], str]]) -> str:

@@ -30,6 +30,7 @@ compute a part. One core processes about 5 GB/s in numpy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,12 +142,20 @@ def partials(data: npt.NDArray[np.uint8], lengths: Sequence[int]) -> list[int]:
     """
     if sum(lengths) != data.size or any(length % 4 or not 0 <= length <= 4 * BLOCK_WORDS for length in lengths):
         raise ValueError(f"{data.size} bytes are not {len(lengths)} tensors of whole words, each at most one block")
-    ends = np.cumsum(np.array(lengths, np.int64)) // 4
+    ends = _ends(tuple(lengths))
     sums = np.zeros(len(lengths), np.uint64)
     piece_sums(data.view("<u4"), ends, _WEIGHTS, sums)
     sums *= multipliers(0, 1)
     found: list[int] = sums.tolist()
     return found
+
+
+@lru_cache(maxsize=64)  # a run saves the same tensors again and again
+def _ends(lengths: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Where each tensor ends, in words; read-only."""
+    ends: npt.NDArray[np.int64] = np.cumsum(np.array(lengths, np.int64)) // 4
+    ends.flags.writeable = False
+    return ends
 
 
 class Running:

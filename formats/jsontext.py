@@ -34,7 +34,7 @@ def dumps(value: Any) -> bytes:
         ValueError: a float is NaN or infinite (the typed tree writes those as tags).
         TypeError: JSON cannot represent an object in `value`.
     """
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+    return _CANONICAL.encode(value).encode("ascii")
 
 
 def bounded(value: Any, *, what: str, max_marks: int = MAX_MARKS) -> bytes:
@@ -180,6 +180,7 @@ def _marks(text: bytes) -> tuple[int, int]:
     return arrays, arrays + text.count(b",")
 
 
+_CANONICAL = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _CLOSED = re.compile(rb'(?:[^"]*+"[^"\\]*+(?:\\.[^"\\]*+)*+")*+[^"]*+', re.DOTALL)
 _PIECE = 1 << 18

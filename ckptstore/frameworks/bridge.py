@@ -119,7 +119,7 @@ def flattened(state: Any, *, sharded: bool = False, overwritten: bool = False) -
     flat = state if isinstance(state, FlatState) else flatten(state, _recogniser(sharded, overwritten))
     if not sharded:
         for name, source in flat.tensors.items():
-            if place_of(source) != (None, None):
+            if getattr(source, "offset", None) is not None and place_of(source) != (None, None):
                 raise _incomplete(name, source)
     return flat
 

@@ -34,10 +34,13 @@ class LaidOutState(FlatState):
     Attributes:
         regions: one for each segment, in order.
         digests: state digests that are already known, by tensor name.
+        limit: the `limit` with which `plan_regions` has divided exactly these tensors into the regions; None: they were
+            divided in another way, or there are no regions.
     """
 
     regions: tuple[SegmentRegion, ...]
     digests: Mapping[str, int] = field(default_factory=dict)
+    limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,14 @@ class RegionPlan:
         bounds: for each segment its start in the memory, the end of its data, and the end of its region.
         offsets: start of each tensor in the memory, by name.
         size: bytes of memory: those of the state, plus less than a page for each segment.
+        limit: maximum bytes of tensors per segment.
     """
 
     segments: tuple[tuple[TensorSpec, ...], ...]
     bounds: tuple[tuple[int, int, int], ...]
     offsets: Mapping[str, int]
     size: int
+    limit: int
 
     def regions(self, memory: Bytes) -> tuple[SegmentRegion, ...]:
         """The regions of page-aligned `memory` of at least `size` bytes. Sets their padding to zero."""
@@ -91,4 +96,4 @@ def plan_regions(
             at += spec.nbytes
         bounds.append((start, at, padded(at)))
         at = padded(at)
-    return RegionPlan(segments, tuple(bounds), offsets, at)
+    return RegionPlan(segments, tuple(bounds), offsets, at, limit)

@@ -18,6 +18,7 @@ from ckptstore.backends.base import SegmentSink
 from ckptstore.host.buffers import BLOCK_BYTES, Bytes, Staging
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.pages import BLOCK
+from ckptstore.host.threads import asleep
 
 __all__ = ["BlockStream", "BlockWrites"]
 
@@ -37,6 +38,9 @@ class BlockWrites:
         """
         self._sink = sink
         self._pool = pool
+        self._direct = asleep(pool)
+        if self._direct:  # a small state: nothing is in flight when `send` returns
+            return
         self._free = threading.Semaphore(most)
         self._in_flight: deque[Future[None]] = deque()
         self._lock = threading.Lock()
@@ -68,13 +72,18 @@ class BlockWrites:
     def send(self, offset: int, data: Bytes, written: Callable[[], None] = lambda: None) -> None:
         """Write `data` at `offset` by a thread of the pool; waits while the maximum number of blocks is in flight.
 
+        If the pool slept when this object was made, the data is written when this returns.
+
         Args:
             offset: position in the file, a multiple of 4096, as are the length and the address of `data`.
             written: called when `data` may change, also if this raises.
 
         Raises:
-            the error of an earlier write.
+            the error of an earlier write, or of this one if it is done.
         """
+        if self._direct:
+            self._write(offset, data, written)
+            return
         self._free.acquire()
         self._count_busy(1)
         try:
@@ -94,6 +103,9 @@ class BlockWrites:
         Threads that hash in parallel compete for memory bandwidth, also with training. So a second job starts only if
         the medium would otherwise wait for the first.
         """
+        if self._direct:
+            yield from jobs
+            return
         for job in jobs:
             with self._changed:
                 while self._filling and self._busy:
@@ -111,6 +123,8 @@ class BlockWrites:
 
     def check(self) -> None:
         """Raise the error of a finished write, and forget finished ones: a segment may have many thousands."""
+        if self._direct:
+            return
         with self._lock:
             while self._in_flight and self._in_flight[0].done():
                 self._in_flight[0].result()
@@ -118,6 +132,8 @@ class BlockWrites:
 
     def wait(self) -> None:
         """Wait until no write is in flight. Raises nothing: `check` does."""
+        if self._direct:
+            return
         with self._lock:
             under_way = list(self._in_flight)
         for write in under_way:
@@ -130,8 +146,9 @@ class BlockWrites:
             crash_point("save.first-block")
         finally:
             written()
-            self._count_busy(-1)
-            self._free.release()
+            if not self._direct:
+                self._count_busy(-1)
+                self._free.release()
 
     def _count_busy(self, count: int) -> None:
         with self._changed:

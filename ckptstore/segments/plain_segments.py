@@ -8,20 +8,21 @@ a state that arrives in units (`staged_units`). `segment_writers` chooses the wa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from ckptstore.backends.base import Backend, SegmentSink
 from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.history.records import SegmentEntry
-from ckptstore.formats.segment_files.layout import Layout, TensorSpec, split
-from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain
+from ckptstore.formats.segment_files.layout import Layout, TensorSpec, spec_of, split
+from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry, plan_plain
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState
 from ckptstore.host.pages import BLOCK
+from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.segments.block_stream import BlockWrites
 from ckptstore.segments.packed_segments import drafts
-from ckptstore.segments.segment_writers import MakeDataWriter, data_writers
+from ckptstore.segments.segment_writers import MakeDataWriter, TensorSums, data_writers
 from ckptstore.segments.staged_units import StagedState
 from ckptstore.segments.write_session import Sealing, SegmentSession
 
@@ -64,10 +65,14 @@ def write_full(
         StorageError: the state does not fit, which is checked before anything is written, or the medium failed; what
             was written is removed as far as possible.
     """
-    segments, tensors = write_plain(session, flat, partial(drafts, draft, flat.tree), limit=limit)
-    hashes = [(tensor.name, tensor.dtype, tensor.shape, tensor.hash) for tensor in tensors]
+    segments, sums = _write(session, flat, partial(drafts, draft, flat.tree), limit)
+    hashes = [
+        (spec.name, spec.dtype, spec.shape, checksums.tensor_hash(own))
+        for one in sums
+        for spec, own in zip(one.layout.specs, one.hashes, strict=True)
+    ]
     state = checksums.state_hash(jsontext.dumps(flat.tree), hashes)
-    return WrittenState(segments, state, sum(tensor.nbytes for tensor in tensors), len(tensors))
+    return WrittenState(segments, state, sum(spec.nbytes for one in sums for spec in one.layout.specs), len(hashes))
 
 
 def write_plain(
@@ -89,27 +94,46 @@ def write_plain(
     Raises:
         the errors of `write_full`.
     """
+    segments, sums = _write(session, flat, documents, limit)
+    return segments, [entry for one in sums for entry in one.entries()]
+
+
+def _write(
+    session: SegmentSession,
+    flat: FlatState,
+    documents: Callable[[int], Sequence[SegmentDoc]],
+    limit: int | None,
+) -> tuple[tuple[SegmentEntry, ...], list[TensorSums]]:
+    """`write_plain` -> the segments, and the sums of the tensors of each."""
     written: list[SegmentEntry] = []
-    entries: list[TensorEntry] = []
-    # Units that were copied already belong to the segments that they were planned for.
-    planned = [list(members) for members, _, _ in flat.plan.segments] if isinstance(flat, StagedState) else None
-    divided = planned or split(_specs(flat), session.backend.segment_bytes if limit is None else limit)
+    sums: list[TensorSums] = []
+    divided = _divided(flat, session.backend.segment_bytes if limit is None else limit)
     docs = documents(len(divided))
     layouts = [plan_plain(members, doc, digests=True) for members, doc in zip(divided, docs, strict=True)]
     session.backend.check_space(_blocks(layouts))
     with session.sealing(len(divided)) as seal:
         for doc, layout, passing in zip(docs, layouts, data_writers(flat, divided), strict=True):
-            entry, tensors = _write_plain(session, doc, layout, passing, seal)
+            entry, own = _write_plain(session, doc, layout, passing, seal)
             written.append(entry)
-            entries += tensors.values()
-    return tuple(written), entries
+            sums.append(own)
+    return tuple(written), sums
+
+
+def _divided(flat: FlatState, limit: int) -> Sequence[Sequence[TensorSpec]]:
+    """The tensors of each segment, in access order."""
+    if isinstance(flat, StagedState):
+        # Units that were copied already belong to the segments that they were planned for.
+        return [members for members, _, _ in flat.plan.segments]
+    if isinstance(flat, LaidOutState) and flat.limit == limit:
+        return [region.specs for region in flat.regions]
+    return split(_specs(flat), limit)
 
 
 def plain_nbytes(
     backend: Backend, flat: FlatState, documents: Callable[[int], Sequence[SegmentDoc]], limit: int | None = None
 ) -> int:
     """The bytes that `write_plain` would take for `flat`, in whole blocks. Arguments as for `write_plain`."""
-    divided = split(_specs(flat), backend.segment_bytes if limit is None else limit)
+    divided = _divided(flat, backend.segment_bytes if limit is None else limit)
     docs = documents(len(divided))
     return _blocks([plan_plain(members, doc, digests=True) for members, doc in zip(divided, docs, strict=True)])
 
@@ -120,20 +144,21 @@ def _blocks(layouts: Sequence[Layout]) -> int:
 
 def _specs(flat: FlatState) -> list[TensorSpec]:
     return [
-        TensorSpec(name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items()
+        spec_of(name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items()
     ]
 
 
 def _write_plain(
     session: SegmentSession, doc: SegmentDoc, layout: Layout, passing: MakeDataWriter, seal: Sealing
-) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
-    tensors: dict[str, TensorEntry] = {}
+) -> tuple[SegmentEntry, TensorSums]:
+    sums: list[TensorSums] = []
 
     def data(sink: SegmentSink) -> tuple[bytes, int]:
         with BlockWrites(sink, session.blocks, session.staging.blocks) as writes:
-            tensors.update(passing(session, layout, writes).run())
+            sums.append(passing(session, layout, writes).run())
             writes.wait()
             writes.check()
-        return encode_plain(layout, replace(doc, tensors={doc.steps[0]: tensors})), layout.size
+        return sums[0].header(doc), layout.size
 
-    return session.write_segment(doc, layout.size, data, seal=seal), tensors
+    entry = session.write_segment(doc, layout.size, data, seal=seal)
+    return entry, sums[0]

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby, islice
 from typing import Final, TypeAlias
 
 import xxhash
 
 from ckptstore.formats import checksums, digest
-from ckptstore.formats.segment_files.layout import Layout, TensorSpec
-from ckptstore.formats.segment_files.segment import TensorEntry, raw_entry
+from ckptstore.formats.segment_files.layout import Layout, TensorSpec, chunk_count
+from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry, fill_header, raw_entry
 from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import ArenaLease
@@ -25,20 +26,16 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.segments.block_stream import BlockWrites
 from ckptstore.segments.staged_units import StagedState, StagedUnits
-from ckptstore.segments.units import Fill, SegmentBytes, SegmentUnit, filler, units
+from ckptstore.segments.units import Chunk, Fill, Run, SegmentBytes, SegmentUnit, filler, runs_of, units
 from ckptstore.segments.write_session import SegmentSession
 
-__all__ = ["MakeDataWriter", "SegmentDataWriter", "data_writers"]
+__all__ = ["MakeDataWriter", "SegmentDataWriter", "TensorSums", "data_writers"]
 
 _PIECE: Final = 1 << 20
 """Bytes that are copied, hashed and digested while they are in the core's cache: memory is read once."""
-_SMALL: Final = 64 << 10
-"""Up to this size a call costs more than the sums of a tensor: neighbors are summed in one call."""
 
 _Sums: TypeAlias = tuple[str, int]
 """Hash of a chunk, and its share of the tensor's state digest."""
-_Chunk: TypeAlias = tuple[TensorSpec, int, int]
-"""A tensor, the offset of a chunk in it, and the chunk's length."""
 MakeDataWriter: TypeAlias = Callable[[SegmentSession, Layout, BlockWrites], "SegmentDataWriter"]
 """Makes the writer of one segment."""
 
@@ -53,6 +50,30 @@ def data_writers(flat: FlatState, divided: Sequence[Sequence[TensorSpec]]) -> Se
     # Also for memory that has the layout of other segments.
     digests = bridge.device_digests(flat.tensors)
     return [partial(_CopyWriter, digests=digests, sources=flat.tensors)] * len(cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSums:
+    """The sums of the tensors of a plain segment, in file order.
+
+    Attributes:
+        layout: of the segment.
+        hashes: of the chunks of each tensor.
+        digests: the state digest of each tensor.
+    """
+
+    layout: Layout
+    hashes: Sequence[Sequence[str]]
+    digests: Sequence[int]
+
+    def header(self, doc: SegmentDoc) -> bytes:
+        """The header of the segment, whose document is `doc`."""
+        return fill_header(self.layout, doc, list(chain.from_iterable(self.hashes)), self.digests)
+
+    def entries(self) -> list[TensorEntry]:
+        """The entries of the tensors."""
+        rows = zip(self.layout.specs, self.hashes, self.digests, strict=True)
+        return [raw_entry(self.layout, spec, own, number) for spec, own, number in rows]
 
 
 class SegmentDataWriter(ABC):
@@ -70,19 +91,19 @@ class SegmentDataWriter(ABC):
         self.writes = writes
         self.digests = digests
 
-    def run(self) -> dict[str, TensorEntry]:
-        """Send everything -> the entries of the tensors. No job is running when this returns or raises."""
-        specs = self.layout.specs
-        hashes: dict[str, list[str]] = {spec.name: [] for spec in specs}
-        shares: dict[str, list[int]] = {spec.name: [] for spec in specs}
-        own = list(units(self.layout))
-        for unit, sums in zip(own, self._all(own), strict=True):
-            for (spec, _, _), (text, share) in zip(unit.chunks, sums, strict=True):
-                hashes[spec.name].append(text)
-                shares[spec.name].append(share)
-        numbers = {spec.name: digest.combine(*shares[spec.name], nbytes=spec.nbytes) for spec in specs}
-        numbers.update((spec.name, self.digests[spec.name]) for spec in specs if spec.name in self.digests)
-        return {spec.name: raw_entry(self.layout, spec, hashes[spec.name], numbers[spec.name]) for spec in specs}
+    def run(self) -> TensorSums:
+        """Send everything -> the sums of the tensors. No job is running when this returns or raises."""
+        sums = iter(list(chain.from_iterable(self._all(units(self.layout)))))
+        hashes: list[list[str]] = []
+        digests: list[int] = []
+        for spec in self.layout.specs:
+            own = list(islice(sums, chunk_count(spec.nbytes)))
+            hashes.append([text for text, _ in own])
+            known = self.digests.get(spec.name) if self.digests else None
+            digests.append(digest.combine(*(share for _, share in own), nbytes=spec.nbytes) if known is None else known)
+        found = TensorSums(self.layout, hashes, digests)
+        assert next(sums, None) is None
+        return found
 
     def _all(self, own: Sequence[SegmentUnit]) -> list[list[_Sums]]:
         if len(own) == 1:  # a small state: waking a thread takes longer
@@ -98,42 +119,36 @@ class SegmentDataWriter(ABC):
     def send(self, unit: SegmentUnit) -> list[_Sums]:
         """Send the pages of a unit -> the sums of its chunks."""
 
-    def sums_of(
-        self, chunks: Sequence[_Chunk], place: Bytes, fill: Callable[[TensorSpec], Fill] | None = None
+    def sums_of(self, unit: SegmentUnit, place: Bytes, fill: Callable[[TensorSpec], Fill] | None = None) -> list[_Sums]:
+        """The sums of a unit's chunks, whose bytes are in `place`."""
+        runs = runs_of(unit.chunks, self.digests) if self.digests else unit.runs
+        return self._sums_of_runs(runs, place, fill)
+
+    def _sums_of_runs(
+        self, runs: Iterable[Run], place: Bytes, fill: Callable[[TensorSpec], Fill] | None
     ) -> list[_Sums]:
-        """The sums of consecutive chunks, whose bytes are in `place`."""
         found: list[_Sums] = []
         at = 0
-        for small, group in groupby(chunks, self._is_small):
-            if small:
-                for run in _pieces(list(group)):
-                    nbytes = sum(length for _, _, length in run)
-                    found += self._small_sums(run, place[at : at + nbytes], fill)
-                    at += nbytes
+        for run in runs:
+            part = place[at : at + run.nbytes]
+            at += run.nbytes
+            if run.small:
+                found += self._small_sums(run, part, fill)
                 continue
-            for spec, begin, length in group:
-                found.append(self._sums(spec, place[at : at + length], begin, fill and fill(spec)))
-                at += length
+            for spec, begin, _ in run.chunks:
+                found.append(self._sums(spec, part, begin, fill and fill(spec)))
         return found
 
-    def _is_small(self, chunk: _Chunk) -> bool:
-        spec, _, _ = chunk
-        return spec.nbytes <= _SMALL and not spec.nbytes % 4 and spec.name not in self.digests
-
-    def _small_sums(
-        self, run: Sequence[_Chunk], place: Bytes, fill: Callable[[TensorSpec], Fill] | None
-    ) -> list[_Sums]:
+    def _small_sums(self, run: Run, place: Bytes, fill: Callable[[TensorSpec], Fill] | None) -> list[_Sums]:
         """The sums of whole tensors, filled one after another."""
-        hashes = []
-        at = 0
-        for spec, _, length in run:
-            piece = place[at : at + length]
-            if fill is not None:
-                fill(spec)(0, piece)
-            hashes.append(checksums.chunk_hash(piece.data))
-            at += length
-        self.session.advance(at)
-        return list(zip(hashes, digest.partials(place, [length for _, _, length in run]), strict=True))
+        if fill is not None:
+            at = 0
+            for spec, _, length in run.chunks:
+                fill(spec)(0, place[at : at + length])
+                at += length
+        hashes = checksums.chunk_hashes(place.data, run.lengths)
+        self.session.advance(run.nbytes)
+        return list(zip(hashes, digest.partials(place, run.lengths), strict=True))
 
     def _sums(self, spec: TensorSpec, place: Bytes, start: int, fill: Fill | None) -> _Sums:
         """The sums of the chunk at `place`, which begins at byte `start` of its tensor and is filled piece by piece."""
@@ -171,7 +186,7 @@ class _InPlaceWriter(SegmentDataWriter):
             self.writes.refer(start, self._range(start, end))
         elif start < end:
             self.writes.send(start, self._range(start, end))
-        return self.sums_of(unit.chunks, self._range(unit.begin, unit.end))
+        return self.sums_of(unit, self._range(unit.begin, unit.end))
 
     def _range(self, begin: int, end: int) -> Bytes:
         """Bytes of the file, by their offsets in it."""
@@ -210,7 +225,7 @@ class _UnitWriter(SegmentDataWriter):
                 self.writes.send(start, memory[start - unit.first : end - unit.first], both.done)
             else:
                 both.done()
-            sums = self.sums_of(unit.chunks, memory[unit.begin - unit.first : unit.end - unit.first])
+            sums = self.sums_of(unit, memory[unit.begin - unit.first : unit.end - unit.first])
         finally:
             both.done()
         return sums
@@ -253,7 +268,7 @@ class _CopyWriter(SegmentDataWriter):
         block = self.session.staging.take()
         give = partial(self.session.staging.give, block)
         try:
-            sums = self.sums_of(unit.chunks, block[unit.begin - first : unit.end - first], self._filler)
+            sums = self.sums_of(unit, block[unit.begin - first : unit.end - first], self._filler)
             self._bytes.copy(unit.end, block[unit.end - first : end - first])
         except BaseException:
             give()
@@ -273,31 +288,18 @@ class _CopyWriter(SegmentDataWriter):
             for run in [[one] for one in chunks] if lies else [chunks]:
                 place = self._view(run[0]) if lies else self.writes.block(sum(length for _, _, length in run))
                 assert place is not None  # a sink that refers has memory
-                found += self.sums_of(run, place, None if lies else self._filler)
+                found += self._sums_of_runs(runs_of(run, self.digests), place, None if lies else self._filler)
                 self.writes.refer(at, place)
                 at += len(place)
         return found
 
-    def _viewable(self, chunk: _Chunk) -> bool:
+    def _viewable(self, chunk: Chunk) -> bool:
         return chunk[2] >= _PIECE and self._view(chunk) is not None
 
-    def _view(self, chunk: _Chunk) -> Bytes | None:
+    def _view(self, chunk: Chunk) -> Bytes | None:
         spec, start, length = chunk
         view = self._sources[spec.name].view()
         return None if view is None else view[start : start + length]
 
     def _filler(self, spec: TensorSpec) -> Fill:
         return filler(self._sources[spec.name])
-
-
-def _pieces(chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
-    """Groups of neighbors with at most `_PIECE` bytes."""
-    group: list[_Chunk] = []
-    size = 0
-    for chunk in chunks:
-        if size + chunk[2] > _PIECE:
-            yield group
-            group, size = [], 0
-        group.append(chunk)
-        size += chunk[2]
-    yield group

@@ -11,10 +11,11 @@ The start of a unit does not depend on the header's length, which is a multiple 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from itertools import groupby
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -35,7 +36,18 @@ from ckptstore.formats.states.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
 
-__all__ = ["Fill", "SegmentBytes", "SegmentUnit", "UnitPlan", "filler", "plan_units", "units"]
+__all__ = [
+    "Chunk",
+    "Fill",
+    "Run",
+    "SegmentBytes",
+    "SegmentUnit",
+    "UnitPlan",
+    "filler",
+    "plan_units",
+    "runs_of",
+    "units",
+]
 
 Fill: TypeAlias = Callable[[int, Bytes], None]
 """Copies bytes of a tensor from an offset on."""
@@ -43,13 +55,42 @@ Copy: TypeAlias = Callable[[Bytes, Bytes], None]
 """Copies the second argument to the first."""
 
 
+Chunk: TypeAlias = tuple[TensorSpec, int, int]
+"""A tensor, the offset of a chunk in it, and the chunk's length."""
+
+_PIECE: Final = 1 << 20
+_SMALL: Final = 64 << 10
+"""Up to this size a call costs more than the sums of a tensor: neighbors are summed in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighboring chunks that are summed together: whole small tensors of at most 1 MiB, or one other chunk.
+
+    Attributes:
+        small: whether they are whole small tensors.
+        nbytes: bytes of all of them.
+        lengths: bytes of each.
+    """
+
+    chunks: tuple[Chunk, ...]
+    small: bool
+    nbytes: int
+    lengths: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentUnit:
-    """Neighboring chunks (tensor, start in it, length), and their range of the file."""
+    """Neighboring chunks, and their range of the file.
 
-    chunks: tuple[tuple[TensorSpec, int, int], ...]
+    Attributes:
+        runs: the same chunks, as they are summed if no digest is known before.
+    """
+
+    chunks: tuple[Chunk, ...]
     begin: int
     end: int
+    runs: tuple[Run, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def pages(self) -> tuple[int, int]:
@@ -67,19 +108,58 @@ class SegmentUnit:
         return padded(self.end) - self.first
 
 
-def units(layout: Layout) -> Iterator[SegmentUnit]:
+def units(layout: Layout) -> tuple[SegmentUnit, ...]:
     """The units of a segment, in the order of the file."""
-    chunks: list[tuple[TensorSpec, int, int]] = []
-    begin = end = layout.header_size
-    for spec in layout.specs:
+    return _units(layout.specs, layout.header_size)
+
+
+@lru_cache(maxsize=8)  # a run saves the same tensors again and again
+def _units(specs: tuple[TensorSpec, ...], header_size: int) -> tuple[SegmentUnit, ...]:
+    found: list[SegmentUnit] = []
+    chunks: list[Chunk] = []
+    begin = end = header_size
+    for spec in specs:
         for start, length in chunk_extents(spec.nbytes):
             if chunks and end + length - begin > CHUNK:
-                yield SegmentUnit(tuple(chunks), begin, end)
+                found.append(SegmentUnit(tuple(chunks), begin, end, runs_of(chunks)))
                 chunks, begin = [], end
             chunks.append((spec, start, length))
             end += length
     if chunks:
-        yield SegmentUnit(tuple(chunks), begin, end)
+        found.append(SegmentUnit(tuple(chunks), begin, end, runs_of(chunks)))
+    return tuple(found)
+
+
+def runs_of(chunks: Sequence[Chunk], known: Container[str] = ()) -> tuple[Run, ...]:
+    """Divide neighboring chunks into runs.
+
+    Args:
+        known: names of tensors whose digest is known: only their hashes are wanted.
+    """
+
+    def is_small(chunk: Chunk) -> bool:
+        spec, _, _ = chunk
+        return spec.nbytes <= _SMALL and not spec.nbytes % 4 and spec.name not in known
+
+    found: list[Run] = []
+    for small, group in groupby(chunks, is_small):
+        for run in _pieces(group) if small else ([one] for one in group):
+            lengths = tuple(length for _, _, length in run)
+            found.append(Run(tuple(run), small, sum(lengths), lengths))
+    return tuple(found)
+
+
+def _pieces(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """Groups of neighbors with at most `_PIECE` bytes."""
+    group: list[Chunk] = []
+    size = 0
+    for chunk in chunks:
+        if size + chunk[2] > _PIECE:
+            yield group
+            group, size = [], 0
+        group.append(chunk)
+        size += chunk[2]
+    yield group
 
 
 class SegmentBytes:
@@ -164,5 +244,5 @@ def plan_units(
     segments = []
     for specs in divided:
         layout = place(order(specs), 0)
-        segments.append((tuple(specs), layout, tuple(units(layout))))
+        segments.append((tuple(specs), layout, units(layout)))
     return UnitPlan(tuple(segments), sum(unit.space for _, _, own in segments for unit in own))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from ckptstore.backends.base import Backend, SegmentSink
 from ckptstore.formats import checksums
 from ckptstore.formats.history.records import SegmentEntry
 from ckptstore.formats.segment_files.segment import SegmentDoc
-from ckptstore.host.buffers import Staging, aligned
+from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.cancellable_calls import current_scope, in_scope
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Advance
@@ -80,9 +81,7 @@ class SegmentSession:
             header, size = data(sink)
             crash_point("save.before-header")
             # The header is written last: a file without one is recognizably unfinished.
-            memory = aligned(len(header))
-            memory[:] = np.frombuffer(header, np.uint8)
-            sink.write(0, memory.data)
+            sink.write(0, _in_pages(header).data)
             seal(partial(_sealed, sink, size))
         except BaseException:
             sink.abort()
@@ -115,6 +114,22 @@ class SegmentSession:
         finally:
             for one in last:
                 one.exception()
+
+
+_pages = threading.local()
+_MOST: Final = 1 << 20
+"""Bytes of page-aligned memory that each thread keeps for headers: to map fresh memory takes longer than a write."""
+
+
+def _in_pages(header: bytes) -> Bytes:
+    """A header in page-aligned memory, which the next header of this thread may overwrite."""
+    memory: Bytes | None = getattr(_pages, "memory", None)
+    if memory is None or len(memory) < len(header):
+        memory = aligned(len(header))
+        if len(header) <= _MOST:
+            _pages.memory = memory
+    memory[: len(header)] = np.frombuffer(header, np.uint8)
+    return memory[: len(header)]
 
 
 def _sealed(sink: SegmentSink, size: int) -> None:

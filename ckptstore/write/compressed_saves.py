@@ -18,6 +18,7 @@ from ckptstore.host.progress import Progress
 from ckptstore.host.threads import started_pool
 from ckptstore.write.capture.bounded_capture import Feeding
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
+from ckptstore.write.commit_turn import CommitTurn
 from ckptstore.write.committer import Committer
 from ckptstore.write.save_path import SavePath
 from ckptstore.write.saves.job import SaveJob
@@ -51,7 +52,7 @@ class CompressedSaves(SavePath):
         snapshots: SnapshotPool,
         copiers: ThreadPoolExecutor,
         *,
-        thread: ThreadPoolExecutor,
+        turn: CommitTurn,
         tend: Callable[[], object],
         feeding: Feeding | None = None,
         recomputing: Recomputing | None = None,
@@ -62,7 +63,7 @@ class CompressedSaves(SavePath):
             explaining: looks up the updates of a state; needs them if steps are stored as step diffs.
             snapshots: the memory into which whole states are copied.
             copiers: the threads that copy them.
-            thread: the committer's thread.
+            turn: has the committer's thread.
             tend: queues upkeep of the log after a save.
         """
         super().__init__()
@@ -73,7 +74,7 @@ class CompressedSaves(SavePath):
         self._copiers = copiers
         self._with_diffs = explaining.wanted
         self._first = self._with_diffs
-        self._thread = thread
+        self._turn = turn
         self._tend = tend
         self._recomputing = None if feeding is not None else recomputing
         self.recomputes = self._recomputing is not None
@@ -226,7 +227,7 @@ class CompressedSaves(SavePath):
             self.forget()
         with self._lock:
             self._check_taking()
-            self._thread.submit(self._work, committer, job, stage, progress)
+            self._turn.submit(lambda: self._work(committer, job, stage, progress))
         self._tend()
         if self._with_diffs and not isinstance(stage, InPlace):
             job.take()  # Prevents: cancelling a step that belongs to a sum, or that the next is compressed against.
@@ -263,7 +264,11 @@ class CompressedSaves(SavePath):
 
     def after(self, work: Callable[[], _T]) -> Future[_T]:
         """See `SavePath.after`."""
-        return self._thread.submit(work)
+        return self._turn.submit(work)
+
+    def settle(self) -> None:
+        """See `SavePath.settle`."""
+        self._turn.submit(_nothing).result()
 
     def close(self) -> None:
         """See `SavePath.close`. The committer's thread belongs to the writer."""
@@ -277,3 +282,7 @@ class CompressedSaves(SavePath):
 def _settled(done: Future[None]) -> None:
     """Wait until the state of a save is in host memory, or lost."""
     wait([done])
+
+
+def _nothing() -> None:
+    """Work that shows that the work before it is done."""

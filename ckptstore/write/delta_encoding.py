@@ -17,7 +17,7 @@ import numpy as np
 from ckptstore.formats import checksums, codecs, digest, jsontext
 from ckptstore.formats.codecs import CodecChoice, Policy, Sample
 from ckptstore.formats.history.records import CheckpointId, SegmentEntry
-from ckptstore.formats.segment_files.layout import TensorSpec, chunk_extents, split
+from ckptstore.formats.segment_files.layout import TensorSpec, chunk_extents, spec_of, split
 from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState, TensorSource
@@ -289,7 +289,7 @@ def choose_all(
     for name, source in flat.tensors.items():
         if names is not None and name not in names:
             continue
-        spec = TensorSpec(name, source.dtype, tuple(source.shape), *place_of(source))
+        spec = spec_of(name, source.dtype, tuple(source.shape), *place_of(source))
         based = base is not None and base.spec(name) == (spec.dtype, spec.shape)
         jobs.append(partial(_choose, spec, source, base if based else None, gap, choices, masters, flat))
     with closing(workers.in_order(jobs)) as plans:
@@ -342,6 +342,8 @@ def _place(source: TensorSource) -> _Place:
 def _masters(flat: FlatState) -> dict[_Place, list[str]]:
     """The names of fp32 tensors by shape (and place, for shards), if a half-width tensor has the same."""
     halves = {_place(source) for source in flat.tensors.values() if codecs.copies_of(source.dtype)}
+    if not halves:
+        return {}
     found: dict[_Place, list[str]] = {}
     for name, source in flat.tensors.items():
         if source.dtype == "F32" and (place := _place(source)) in halves:

@@ -1,11 +1,11 @@
-"""The save path of uncompressed fulls, several at once: the caller copies, lanes make durable, one thread commits.
+"""The save path of uncompressed fulls, several at once: the caller copies, lanes make durable and commit in turn.
 
 A full is copied unit by unit into memory with a byte budget, and frees it unit by unit as it is written
 (`capture.unit_copy`).
 
-COMMITs go through the one thread that commits, in the order in which the segments become durable: SPEC.md 7.4 lets a
-term commit an older step after a newer one, and `latest` stays the highest. So no save waits for a slower earlier one,
-and after a kill of the process the newest acknowledged checkpoint is there.
+A lane commits when its segments are durable, in its turn (`CommitTurn`): SPEC.md 7.4 lets a term commit an older step
+after a newer one, and `latest` stays the highest. So no save waits for a slower earlier one, and after a kill of the
+process the newest acknowledged checkpoint is there.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TypeVar
 
 from ckptstore.backends.sharing import SaveSpace
 from ckptstore.formats.states.state import FlatState
-from ckptstore.host.cancellable_calls import current_scope, in_scope
+from ckptstore.host.cancellable_calls import in_scope
 from ckptstore.host.progress import Progress
 from ckptstore.write.capture.unit_copy import StagedMemory
+from ckptstore.write.commit_turn import CommitTurn
 from ckptstore.write.committer import Committer
 from ckptstore.write.lanes import Lanes
 from ckptstore.write.save_path import SavePath
@@ -45,7 +46,7 @@ class FullSaves(SavePath):
         threads: int,
         memory: StagedMemory,
         *,
-        commit: ThreadPoolExecutor,
+        turn: CommitTurn,
         tend: Callable[[], None],
     ) -> None:
         """
@@ -54,12 +55,12 @@ class FullSaves(SavePath):
             begin_save: `Backend.begin_save` of the medium.
             threads: how many threads write in each lane.
             memory: the memory into which fulls are copied.
-            commit: the thread that sends every COMMIT.
-            tend: upkeep that this thread does after each save.
+            turn: the turn to commit.
+            tend: upkeep after each save.
         """
         super().__init__()
         self.memory = memory
-        self._commit = commit
+        self._turn = turn
         self._tend = tend
         self._copied: set[Stage] = set()  # fulls that are being copied
         self._lanes = Lanes(lanes, threads, begin_save, self._end_of)
@@ -115,38 +116,31 @@ class FullSaves(SavePath):
         def store() -> bool:
             stage.arrive()
             made = committer.make(stage.flat, job, writers=writers, progress=progress)
-            job.done.set_result(self._in_turn(lambda: committer.publish(made, job)))
+            job.done.set_result(self._turn.run(lambda: committer.publish(made, job)))
             return False
 
         if job.start():
             self._store(committer, job, stage, store)
 
-    def _in_turn(self, work: Callable[[], _T]) -> _T:
-        """Run `work` in the committer's thread -> its result."""
-        return self._commit.submit(in_scope(current_scope(), work)).result()
-
     def _end_of(self, space: SaveSpace) -> None:
-        """Submit upkeep of the log after a save, then end its space. No save waits for it.
+        """Upkeep of the log after a save, then end its space. The save is acknowledged already.
 
         The upkeep retires the save's checkpoint if a newer save was faster, which frees space.
         """
-
-        def upkeep() -> None:
-            try:
-                self._tend()
-            finally:
-                space.end()
-
         try:
-            self._commit.submit(upkeep)
-        except RuntimeError:  # closed meanwhile
+            self._turn.run(self._tend)
+        finally:
             space.end()
 
     # -- for the writer
 
     def after(self, work: Callable[[], _T]) -> Future[_T]:
         """See `SavePath.after`."""
-        return self._lanes.after(lambda: self._in_turn(work))
+        return self._lanes.after(lambda: self._turn.run(work))
+
+    def settle(self) -> None:
+        """See `SavePath.settle`."""
+        self._lanes.wait()
 
     def end(self, error: BaseException) -> None:
         """See `SavePath.end`."""

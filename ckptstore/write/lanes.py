@@ -65,6 +65,10 @@ class Lanes:
 
         return self._watched(self._jobs.submit(run))
 
+    def wait(self) -> None:
+        """Wait until all jobs submitted before have ended."""
+        wait(list(self._under_way))
+
     def close(self) -> None:
         """Wait for all jobs. May be called repeatedly."""
         self._jobs.shutdown()

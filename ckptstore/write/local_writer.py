@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class LocalWriter(SaveCalls):
-    """A `Writer` of this process alone. One thread commits, because the log of a term has one author."""
+    """A `Writer` of this process alone. One thread at a time commits: the log of a term has one author."""
 
     takes_copies = True
 
@@ -29,7 +29,16 @@ class LocalWriter(SaveCalls):
 
     def _wait(self) -> None:
         """See `Writer.wait`."""
-        self._run_in_committer(self._committer.flush_in_time)
+        if self._options.diffs is not None:
+            self._run_in_committer(self._committer.flush_in_time)
+        else:  # no step waits for its batch
+            self._check_process()
+            if self._ended is not None:
+                raise WriterClosedError(self._closed())
+            try:
+                self._path.settle()
+            except RuntimeError as error:  # closed by another thread
+                raise WriterClosedError(self._closed()) from error
         self._failures.raise_unseen()
 
     def _poll(self) -> None:

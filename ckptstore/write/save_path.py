@@ -104,6 +104,10 @@ class SavePath(ABC):
     def after(self, work: Callable[[], _T]) -> Future[_T]:
         """Run `work` in the committer's thread when every save submitted before is durable or has failed."""
 
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until every save submitted before is durable or has failed. `RuntimeError`: it is closed."""
+
     def end(self, error: BaseException) -> None:
         """Accept no more saves: they raise `error`. Saves that are still being copied are given up with it."""
         with self._lock:

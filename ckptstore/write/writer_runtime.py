@@ -22,7 +22,7 @@ from ckptstore.host import interpreter_exit, sigterm
 from ckptstore.host.background_threads import Periodic
 from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import warns_last
-from ckptstore.host.threads import WORTH_THREADS, SleepingPool, started_pool
+from ckptstore.host.threads import WORTH_THREADS, SleepingPool
 from ckptstore.log.change import CatalogChange
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.journal import Journal
@@ -31,6 +31,7 @@ from ckptstore.log.term import Term
 from ckptstore.write.background_task import Companion
 from ckptstore.write.capture.snapshot import SnapshotPool
 from ckptstore.write.capture.unit_copy import StagedMemory
+from ckptstore.write.commit_turn import CommitTurn
 from ckptstore.write.committer import Committer
 from ckptstore.write.deltas import Deltas
 from ckptstore.write.full_saves import FullSaves
@@ -93,9 +94,8 @@ class WriterRuntime(Writer):
         self._committer = self._serve(term, parent)
         self._backend.limit_space(self._limit, self._retire_for_space)
         self._bound = self._backend.bound
-        # One thread commits, and writes deltas and step diffs: a term's log has one author, and order needs no lock.
-        self._thread = started_pool(1, "ckptstore-commit")
-        self._commits_in = self._thread.submit(threading.get_ident)
+        # One thread at a time commits; that of the turn writes deltas and step diffs.
+        self._turn = CommitTurn()
         self._path = self._save_path()
         if parent is not None:
             self._expect(parent.nbytes)
@@ -152,11 +152,11 @@ class WriterRuntime(Writer):
 
     def _retire_for_space(self) -> None:
         """Retire what no rule keeps: a tag may have been removed since the last commit."""
-        if threading.get_ident() == self._commits_in.result():
+        if self._turn.mine:
             self._committer.retire_rest()
             return
         with contextlib.suppress(RuntimeError):  # closed meanwhile
-            self._thread.submit(self._committer.retire_rest).result()
+            self._turn.submit(self._committer.retire_rest).result()
 
     def _tight(self) -> bool:
         """Whether the limit on space leaves no room for a longer chain."""
@@ -186,7 +186,7 @@ class WriterRuntime(Writer):
                 StagedMemory(
                     options.memory, options.max_in_flight, self._background.submit, self._backend.segment_bytes
                 ),
-                commit=self._thread,
+                turn=self._turn,
                 tend=self._upkeep,
             )
         # Plain fulls need neither these modules nor what they import.
@@ -203,7 +203,7 @@ class WriterRuntime(Writer):
             self._explaining,
             self._snapshots,
             self._blocks,
-            thread=self._thread,
+            turn=self._turn,
             tend=self._tend,
             feeding=feeding,
             recomputing=recomputing,
@@ -285,7 +285,7 @@ class WriterRuntime(Writer):
     def _tend(self) -> Future[None] | None:
         """Queue upkeep of the log behind the work of the committer's thread; None: the writer is closed."""
         with self._lock:  # a close by another thread must not fail a save
-            return self._thread.submit(self._committer.housekeeping) if self._ended is None else None
+            return self._turn.submit(self._committer.housekeeping) if self._ended is None else None
 
     def _poll_beside(self) -> None:
         try:
@@ -342,7 +342,7 @@ class WriterRuntime(Writer):
         if self._polls is not None:
             self._polls.stop()
         self._path.close()
-        self._thread.shutdown()
+        self._turn.shutdown()
         self._blocks.shutdown()
         if self._begun is not None:
             self._begun.abandon()

@@ -53,11 +53,11 @@ class EdgeIndex:
 
     def users(self, segment: str) -> set[Node]:
         """Return the checkpoints that have, or had, an encoding that reads `segment`."""
-        return self._users.get(segment, set()).union(self.rows.users(segment))
+        return self._users.get(segment, set()).union(self.rows.users(segment) if self.rows.columns[0] else ())
 
     def dependents(self, node: Node) -> set[Node]:
         """Return the checkpoints that have, or had, an encoding against `node`."""
-        return self._dependents.get(node, set()).union(self.rows.dependents(node))
+        return self._dependents.get(node, set()).union(self.rows.dependents(node) if self.rows.columns[0] else ())
 
 
 def _discard(index: dict[_K, set[Node]], key: _K, node: Node) -> None:

@@ -6,6 +6,7 @@ must preserve. A member of the wrong type or range raises `FormatError`, which n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -19,7 +20,7 @@ MAX_INT = 2**53
 
 MAX_TERM = 10**10 - 1
 """Highest term: a key has ten digits for the term."""
-_HEX = frozenset("0123456789abcdef")
+_HEX = re.compile("[0-9a-f]*")
 _T = TypeVar("_T")
 
 
@@ -40,7 +41,7 @@ def is_time(value: Any) -> bool:
 
 def hexadecimal(value: Any, digits: int = 32) -> bool:
     """Whether `value` is a string of exactly `digits` lower-case hex digits."""
-    return type(value) is str and len(value) == digits and _HEX.issuperset(value)
+    return type(value) is str and len(value) == digits and _HEX.fullmatch(value) is not None
 
 
 class Members:

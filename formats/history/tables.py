@@ -66,6 +66,8 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         return True
 
     def _among_rows(self, key: K) -> bool:
+        if not self.rows.columns[0]:  # a run that retires has no rows: its catalog stays small
+            return False
         start, stop = self.rows.find(key)
         return start < stop
 
@@ -83,6 +85,8 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         if key in self.changes:
             value = self.changes[key]
             return default if value is None else value
+        if not self.rows.columns[0]:
+            return default
         start, stop = self.rows.find(key)
         return self.rows.value(start, stop) if start < stop else default
 
@@ -103,7 +107,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
     def pop(self, key: K, default: Any = _RAISE) -> Any:
         """See `dict.pop`. Looks the key up once."""
-        start, stop = self.rows.find(key)
+        start, stop = self.rows.find(key) if self.rows.columns[0] else (0, 0)
         value = self.changes.get(key)
         if value is None and key not in self.changes and start < stop:
             value = self.rows.value(start, stop)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ckptstore.errors import FormatError
@@ -31,6 +32,7 @@ __all__ = [
     "order",
     "padded",
     "place",
+    "spec_of",
     "split",
 ]
 
@@ -99,6 +101,18 @@ class TensorSpec:
             raise FormatError(f"tensor {self.name!r}: {nbytes} bytes are too many")
         object.__setattr__(self, "itemsize", dtype.itemsize)
         object.__setattr__(self, "nbytes", nbytes)
+
+
+@lru_cache(maxsize=1 << 14, typed=True)  # a run saves the same tensors again and again
+def spec_of(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    global_shape: tuple[int, ...] | None = None,
+    offset: tuple[int, ...] | None = None,
+) -> TensorSpec:
+    """Return the `TensorSpec` of these arguments. One that was checked before is not checked again."""
+    return TensorSpec(name, dtype, shape, global_shape, offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,14 @@ from ckptstore.formats.segment_files.segment_doc import (
     TensorEntry,
 )
 from ckptstore.formats.segment_files.segment_packed import PACKED, encode_packed, plan_packed, read_packed
-from ckptstore.formats.segment_files.segment_plain import PLAIN, encode_plain, plan_plain, raw_entry, read_plain
+from ckptstore.formats.segment_files.segment_plain import (
+    PLAIN,
+    encode_plain,
+    fill_header,
+    plan_plain,
+    raw_entry,
+    read_plain,
+)
 from ckptstore.formats.segment_files.segment_steps import read_ranks
 
 __all__ = [
@@ -41,6 +48,7 @@ __all__ = [
     "check_header",
     "encode_packed",
     "encode_plain",
+    "fill_header",
     "header_length",
     "parse",
     "plan_packed",

@@ -17,7 +17,7 @@ from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
 from ckptstore.formats.checksums import chunk_hash
 from ckptstore.formats.history.members import Members, natural
-from ckptstore.formats.segment_files.layout import TensorSpec, chunk_count, chunk_extents
+from ckptstore.formats.segment_files.layout import TensorSpec, chunk_count, chunk_extents, spec_of
 from ckptstore.formats.segment_files.segment_columns import (
     digest_column,
     hash_column,
@@ -135,7 +135,7 @@ class _RowTable:
 
 def _described(tensors: _RowTable, entry: TensorEntry) -> int:
     what = f"tensor {entry.name!r}"
-    spec = TensorSpec(entry.name, entry.dtype, entry.shape, entry.global_shape, entry.offset)
+    spec = spec_of(entry.name, entry.dtype, entry.shape, entry.global_shape, entry.offset)
     if [chunk.logical for chunk in entry.chunks] != [length for _, length in chunk_extents(spec.nbytes)]:
         raise FormatError(f"{what}: its chunks do not match its size of {spec.nbytes} bytes")
     for chunk in entry.chunks:

@@ -8,7 +8,8 @@ was built to compute its size, with the hashes and digests filled in.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final
 
 from ckptstore.errors import CorruptSegmentError, FormatError
@@ -48,7 +49,7 @@ from ckptstore.formats.segment_files.segment_doc import (
     with_extra,
 )
 
-__all__ = ["PLAIN", "encode_plain", "plan_plain", "raw_entry", "read_plain"]
+__all__ = ["PLAIN", "encode_plain", "fill_header", "plan_plain", "raw_entry", "read_plain"]
 
 PLAIN: Final = "plain"
 
@@ -65,11 +66,11 @@ def plan_plain(specs: Iterable[TensorSpec], draft: SegmentDoc, *, digests: bool 
         FormatError: two tensors have one name, the document is invalid, or the header exceeds `HEADER_LIMIT`.
             `layout.split` keeps the tensors' part of it small enough, so a header that is too large has a large tree.
     """
-    ordered = order(specs)
-    cells = sum(chunk_count(spec.nbytes) for spec in ordered)
-    header = _planned_header(ordered, draft)
-    size = header.length(WIDTH * cells, WIDTH * len(ordered) if digests else None)
-    return replace(place(ordered, _header_size(draft, size)), header=header)
+    placed = _in_order(tuple(specs))
+    header = _planned_header(placed, draft)
+    size = header.length(WIDTH * placed.cells, WIDTH * len(placed.specs) if digests else None)
+    at = _layout(placed, _header_size(draft, size))
+    return Layout(at.specs, at.header_size, at.offsets, at.size, header)
 
 
 def raw_entry(layout: Layout, spec: TensorSpec, hashes: Sequence[str], digest: int | None = None) -> TensorEntry:
@@ -108,9 +109,28 @@ def encode_plain(layout: Layout, doc: SegmentDoc) -> bytes:
         if not _as_planned(entry, spec, layout.offsets[spec.name]):
             raise FormatError(f"segment {doc.segment}: tensor {spec.name!r} differs from its plan")
         hashes += [chunk.stored_hash for chunk in entry.chunks]
-    digests = [entries[spec.name].digest for spec in layout.specs]
+    return fill_header(layout, doc, hashes, [entries[spec.name].digest for spec in layout.specs])
+
+
+def fill_header(layout: Layout, doc: SegmentDoc, hashes: Sequence[str], digests: Sequence[int | None]) -> bytes:
+    """Return the header of a plain segment, as `encode_plain`, from the sums of its tensors alone.
+
+    Args:
+        layout: the result of `plan_plain` for the same document.
+        doc: the document; its tensors are not read.
+        hashes: `chunk_hash` of each chunk of the tensors of `layout`, in file order.
+        digests: state digest of each tensor, in file order; all of them None: none was computed.
+
+    Raises:
+        FormatError: the document differs from the planned one, or the sums are not those of as many tensors.
+    """
     column = None if all(digest is None for digest in digests) else digest_column(digests)
-    header = layout.header or _planned_header(layout.specs, doc)
+    placed = _in_order(layout.specs)
+    if len(hashes) != placed.cells or len(digests) != len(placed.specs):
+        raise FormatError(
+            f"segment {doc.segment}: {len(hashes)} hashes and {len(digests)} digests of {len(placed.specs)} tensors"
+        )
+    header = layout.header or _planned_header(placed, doc)
     # Prevents: a segment with the tree or the base of another checkpoint, because the document changed since the plan.
     if header.document != _described(doc):
         raise FormatError(f"segment {doc.segment}: its document differs from the planned one")
@@ -152,18 +172,50 @@ def read_plain(members: Mapping[str, Any], document: Members, header_size: int, 
     return replace(doc, trees=trees, tensors={doc.steps[0]: tensors}, extra=document.rest())
 
 
-def _planned_header(specs: Sequence[TensorSpec], doc: SegmentDoc) -> PlannedHeader:
-    """Build all of the header that does not depend on the data of the tensors `specs`, which are in file order."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _PlacedTensors:
+    """What a header says of its tensors whatever their bytes are: it is the same in every save of a run.
+
+    Attributes:
+        specs: the tensors in file order.
+        cells: number of their chunks.
+        columns: members ``dtypes`` and ``shards`` of the document, if it needs them.
+        members: the header's members for the tensors, as text with a comma before it.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    cells: int
+    columns: Mapping[str, Any]
+    members: bytes
+
+
+@lru_cache(maxsize=8)  # a run saves the same tensors again and again
+def _in_order(specs: tuple[TensorSpec, ...]) -> _PlacedTensors:
+    """Order tensors. Raises `FormatError` for tensors that cannot be in one segment."""
+    ordered = tuple(order(specs))
+    place(ordered, 0)
+    logical = [[row, spec.dtype] for row, spec in enumerate(ordered) if dtypes.get(spec.dtype).storage != spec.dtype]
+    shards = [[row, spec.global_shape, spec.offset] for row, spec in enumerate(ordered) if spec.offset is not None]
+    columns = {name: rows for name, rows in (("dtypes", logical), ("shards", shards)) if rows}
+    members = b"," + _members_text(ordered)[1:-1] if ordered else b""
+    return _PlacedTensors(ordered, sum(chunk_count(spec.nbytes) for spec in ordered), columns, members)
+
+
+@lru_cache(maxsize=8)
+def _layout(placed: _PlacedTensors, header_size: int) -> Layout:
+    return place(placed.specs, header_size)
+
+
+def _planned_header(placed: _PlacedTensors, doc: SegmentDoc) -> PlannedHeader:
+    """Build all of the header that does not depend on the data of the tensors."""
     what = f"segment {doc.segment}: header"
     # The columns add no values: what can be read without them can be read with them.
-    document = jsontext.bounded(_document(specs, doc, "", ""), what=what)
-    after = b'"' + (b"," if doc.extra else b"") + jsontext.dumps(dict(doc.extra))[1:]
-    between = b'","digests":"'
-    before = document.removesuffix(between + after)
-    front, back = jsontext.dumps({"__metadata__": {"format": "pt", "ckptstore": "-"}}).split(b"-")
-    if specs:
-        back = back[:-1] + b"," + _members_text(specs, doc)[1:]
-    header = PlannedHeader(_described(doc), front + _within(before), _within(between), _within(after) + back)
+    document = jsontext.bounded(_document(placed, doc, "", ""), what=what)
+    after = b'"' + (b"," + jsontext.dumps(dict(doc.extra))[1:] if doc.extra else b"}")
+    before = document.removesuffix(_BETWEEN + after)
+    header = PlannedHeader(
+        _described(doc), _FRONT + _within(before), _WITHIN_BETWEEN, _within(after) + _BACK + placed.members + b"}"
+    )
     jsontext.check(header.text("", None), what=what)
     return header
 
@@ -171,6 +223,11 @@ def _planned_header(specs: Sequence[TensorSpec], doc: SegmentDoc) -> PlannedHead
 def _within(text: bytes) -> bytes:
     """Return the text as it is written within a JSON string."""
     return jsontext.dumps(text.decode("ascii"))[1:-1]
+
+
+_BETWEEN: Final = b'","digests":"'
+_WITHIN_BETWEEN: Final = _within(_BETWEEN)
+_FRONT, _BACK = jsontext.dumps({"__metadata__": {"format": "pt", "ckptstore": "-"}})[:-1].split(b"-")
 
 
 def _described(doc: SegmentDoc) -> tuple[Any, ...]:
@@ -187,7 +244,7 @@ def _header_size(doc: SegmentDoc, length: int) -> int:
     return size
 
 
-def _members_text(specs: Sequence[TensorSpec], doc: SegmentDoc) -> bytes:
+def _members_text(specs: Sequence[TensorSpec]) -> bytes:
     """Return the header's description of the tensors, a JSON object, as text."""
     members: dict[str, Any] = {}
     end = 0
@@ -196,19 +253,13 @@ def _members_text(specs: Sequence[TensorSpec], doc: SegmentDoc) -> bytes:
         start, end = end, end + spec.nbytes
         shape = list(dtypes.storage_shape(dtype, spec.shape))
         members[spec.name] = {"dtype": dtype.storage, "shape": shape, "data_offsets": [start, end]}
-    return jsontext.bounded(members, what=f"segment {doc.segment}: header")
+    return jsontext.dumps(members)
 
 
-def _document(specs: Sequence[TensorSpec], doc: SegmentDoc, hashes: str, digests: str) -> dict[str, Any]:
+def _document(placed: _PlacedTensors, doc: SegmentDoc, hashes: str, digests: str) -> dict[str, Any]:
     if len(doc.steps) != 1:
         raise FormatError(f"segment {doc.segment}: a plain segment holds one step, not {len(doc.steps)}")
-    document = identity_members(doc, PLAIN)
-    logical = [[row, spec.dtype] for row, spec in enumerate(specs) if dtypes.get(spec.dtype).storage != spec.dtype]
-    if logical:
-        document["dtypes"] = logical
-    shards = [[row, spec.global_shape, spec.offset] for row, spec in enumerate(specs) if spec.offset is not None]
-    if shards:
-        document["shards"] = shards
+    document = {**identity_members(doc, PLAIN), **placed.columns}
     document["trees"] = {str(step): tree for step, tree in doc.trees.items()}
     document["hashes"] = hashes
     document["digests"] = digests

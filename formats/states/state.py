@@ -278,6 +278,9 @@ class _Flattener:
     def elements(self, value: Iterable[Any], depth: int) -> list[Any]:
         found = []
         for index, element in enumerate(value):
+            if values.is_literal(element):
+                found.append(self.counted(element))
+                continue
             self.path.append(index)
             found.append(self.node(element, depth))
             self.path.pop()
@@ -286,8 +289,11 @@ class _Flattener:
     def members(self, value: dict[str, Any], depth: int) -> dict[str, Any]:
         found = {}
         for key, member in value.items():
-            self.path.append(key)
             self.letters += len(key)
+            if values.is_literal(member):
+                found[key] = self.counted(member)
+                continue
+            self.path.append(key)
             found[key] = self.node(member, depth)
             self.path.pop()
         return found

@@ -31,7 +31,7 @@ import numpy as np
 from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import dtypes
 
-__all__ = ["MAX_PLAIN_INT", "decode", "encode", "is_plain_text", "pack_integers"]
+__all__ = ["MAX_PLAIN_INT", "decode", "encode", "is_literal", "is_plain_text", "pack_integers"]
 
 MAX_PLAIN_INT: Final = 2**53
 _DIGITS: Final = 4300  # CPython's limit for reading an integer; stated here because other readers must know it
@@ -48,6 +48,18 @@ _FLOAT_BITS: Final = {text: bits for bits, text in _FLOATS.items()}
 def is_plain_text(text: str) -> bool:
     """Whether `text` is valid Unicode, so that JSON preserves it (it would join two lone surrogates)."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def is_literal(value: object) -> bool:
+    """Whether `encode` returns `value` itself, found without a call: most values of a state. False says nothing."""
+    kind = type(value)
+    return (
+        kind is bool
+        or value is None
+        or (kind is float and math.isfinite(value))  # type: ignore[arg-type]  # mypy does not narrow by `kind is`
+        or (kind is int and -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT)  # type: ignore[operator]  # as above
+        or (kind is str and value.isascii())  # type: ignore[attr-defined]  # as above
+    )
 
 
 def encode(value: object) -> Any:

@@ -24,7 +24,16 @@ from ckptstore.formats.checksums import chunk_hash, header_hash, tensor_hash, xx
 from ckptstore.formats.dtypes import DTYPES
 from ckptstore.formats.history.members import MAX_TERM
 from ckptstore.formats.history.records import CheckpointId
-from ckptstore.formats.segment_files.layout import ALIGN, CHUNK, TensorSpec, chunk_count, chunk_extents, place
+from ckptstore.formats.segment_files.layout import (
+    ALIGN,
+    CHUNK,
+    TensorSpec,
+    chunk_count,
+    chunk_extents,
+    order,
+    place,
+    spec_of,
+)
 from ckptstore.formats.segment_files.segment import (
     Chunk,
     SegmentDoc,
@@ -32,6 +41,7 @@ from ckptstore.formats.segment_files.segment import (
     check_header,
     encode_packed,
     encode_plain,
+    fill_header,
     header_length,
     parse,
     plan_packed,
@@ -40,6 +50,7 @@ from ckptstore.formats.segment_files.segment import (
 )
 from ckptstore.formats.segment_files.segment_index import MAX_CHUNKS, MAX_ENTRIES
 from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
+from tests.forms import short_or
 from tools.golden import make_segments
 
 GOLDEN = Path(ckptstore.formats.__file__).parent / "golden"
@@ -565,3 +576,37 @@ def test_the_script_makes_the_golden_segments(tmp_path: Path) -> None:
         pytest.skip("another version of zstd compresses to other bytes")
     for name in made:
         assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes(), name
+
+
+@settings(deadline=None, max_examples=short_or(40, 400))
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.sampled_from("abc"), st.sampled_from(["F32", "I32", "C64"]), st.sampled_from([(), (2,), (1, 2)])
+            ),
+            max_size=3,
+            unique_by=lambda row: row[0],
+        ),
+        min_size=2,
+        max_size=4,
+    )
+)
+def test_what_is_remembered_of_tensors_is_never_used_for_others(
+    lists: list[list[tuple[str, str, tuple[int, ...]]]],
+) -> None:
+    """Names, dtypes, shapes or the order may differ from the segment before: the header is that of these tensors."""
+    for rows in lists:
+        specs = [spec_of(*row) for row in rows]
+        layout = plan_plain(specs, DRAFT)
+        hashes = [f"{number:016x}" for number in range(len(specs))]
+        header = fill_header(layout, DRAFT, hashes, list(range(len(specs))))
+        found = parse(header, layout.size, "a segment", lambda _at, _length: b"").tensors[100]
+        assert [(one.name, one.dtype, one.shape) for one in found.values()] == [
+            (spec.name, spec.dtype, spec.shape) for spec in order([TensorSpec(*row) for row in rows])
+        ]
+        assert [one.chunks[0].stored_hash for one in found.values()] == hashes
+        assert [one.digest for one in found.values()] == list(range(len(specs)))
+        assert encode_plain(layout, replace(DRAFT, tensors={100: found})) == header
+    with pytest.raises(FormatError, match="hashes"):
+        fill_header(plan_plain([], DRAFT), DRAFT, ["0" * 16], [])

@@ -91,6 +91,7 @@ class FileSink(SegmentSink):
         direct: whether to try O_DIRECT.
         spare: spare files whose blocks the new file may reuse.
         room: frees space when the disk is full.
+        folder: a handle of the file's folder, valid during this call; None: it is opened here.
     """
 
     _access = os.O_WRONLY
@@ -105,6 +106,7 @@ class FileSink(SegmentSink):
         direct: bool = True,
         spare: SpareFiles | None = None,
         room: Room | None = None,
+        folder: int | None = None,
     ) -> None:
         self._folders = folders
         self._folder, _, self._name = key.rpartition("/")
@@ -113,18 +115,28 @@ class FileSink(SegmentSink):
         self._room = room
         self._save = None if room is None else room.sharing.here()
         self._settled = False  # True once sealed or removed: then `abort` has nothing to do
-        with writing(self._path), folders.opened(self._folder) as folder:
-            try:
-                taken = None if spare is None else spare.take(folder, self._name, size_hint)
-                self._recycled = taken is not None
-                # O_EXCL without O_DIRECT: if O_DIRECT is refused, the file would already have been created.
-                flags = self._access | os.O_CREAT | os.O_EXCL
-                self._buffered: int | None = posix.open(self._name, flags, folder) if taken is None else taken
-            except FileExistsError as error:
-                raise KeyExistsError(errno.EEXIST, "the segment exists already", self._path) from error
-            self._direct = open_direct(posix, self._name, os.O_WRONLY, folder) if direct else None
+        with writing(self._path):
+            if folder is None:
+                with folders.opened(self._folder) as opened:
+                    descriptor = self._create(opened, size_hint, direct=direct, spare=spare)
+            else:
+                descriptor = self._create(folder, size_hint, direct=direct, spare=spare)
         if size_hint > 0:
-            self._reserve(self._buffered, -(-size_hint // BLOCK) * BLOCK)
+            self._reserve(descriptor, -(-size_hint // BLOCK) * BLOCK)
+
+    def _create(self, folder: int, size_hint: int, *, direct: bool, spare: SpareFiles | None) -> int:
+        """Create the file, or take a spare one, and open it -> its descriptor without O_DIRECT."""
+        try:
+            taken = None if spare is None else spare.take(folder, self._name, size_hint)
+            self._recycled = taken is not None
+            # O_EXCL without O_DIRECT: if O_DIRECT is refused, the file would already have been created.
+            flags = self._access | os.O_CREAT | os.O_EXCL
+            descriptor = self._posix.open(self._name, flags, folder) if taken is None else taken
+        except FileExistsError as error:
+            raise KeyExistsError(errno.EEXIST, "the segment exists already", self._path) from error
+        self._buffered: int | None = descriptor
+        self._direct = open_direct(self._posix, self._name, os.O_WRONLY, folder) if direct else None
+        return descriptor
 
     @property
     def recycled(self) -> bool:

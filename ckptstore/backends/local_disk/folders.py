@@ -43,6 +43,7 @@ class Folders:
         self._root: int | None = None
         self._closed = False
         self._made: dict[str, tuple[int, int]] = {}
+        self._held: dict[str, int] = {}  # handles of those right in the root
         self._above_synced = False
         self._doubtful: set[str] = set()
         self._syncing = threading.Lock()
@@ -52,6 +53,7 @@ class Folders:
         """Close the handles. A second call is harmless; any other call after it raises `UsageError`."""
         self._closed = True
         self._root = -1
+        self._held.clear()
         _close_all(self._posix, self._kept)
 
     # Reaching folders
@@ -86,7 +88,13 @@ class Folders:
             StoreNotFoundError: the store was deleted, also if this happens within the ``with``.
         """
         try:
-            handle = self._enter(folder)
+            held = self._held.get(folder)
+            if held is not None and self._is_still(folder):
+                yield held
+                return
+            handle = self._known(folder) if folder in self._made else None
+            if handle is None:
+                handle = self._enter(folder)
             try:
                 yield handle
             finally:
@@ -118,6 +126,18 @@ class Folders:
             if above != self._root:
                 self._posix.close(above)
         return handle
+
+    def _known(self, folder: str) -> int | None:
+        """A handle of a folder that this object has made or made durable, if its path still leads there."""
+        try:
+            handle = self._posix.open(folder, _FOLDER | os.O_NOFOLLOW, self._root)
+        except OSError:
+            return None
+        # A link on the way leads to another folder.
+        if _identity(self._posix.fstat(handle)) == self._made.get(folder):
+            return handle
+        self._posix.close(handle)
+        return None
 
     def _step(self, above: int, name: str) -> int:
         try:
@@ -157,11 +177,20 @@ class Folders:
         """
         self._check_open()
         self._make(folder)
+        if folder not in self._held and (known := self._known(folder) if folder else None) is not None:
+            try:
+                yield known
+            finally:
+                self._posix.close(known)
+            return
         if not self._is_still(folder):
             if "/" not in folder:
                 raise self._replaced(folder)
             self._made.pop(folder, None)  # someone removed a term's folder: reading its objects will fail later
             self._make(folder)
+        if (held := self._held.get(folder)) is not None:
+            yield held
+            return
         with self.opened(folder) as handle:
             yield handle
 
@@ -181,7 +210,8 @@ class Folders:
 
     def check_still(self, folder: str, handle: int) -> None:
         """Raise `StorageError` unless the path `folder` leads to the folder of `handle`."""
-        if folder and (not self._is_still(folder) or self._made.get(folder) != _identity(self._posix.fstat(handle))):
+        same = handle == self._held.get(folder) or self._made.get(folder) == _identity(self._posix.fstat(handle))
+        if folder and not (same and self._is_still(folder)):
             raise self._replaced(folder)
 
     def _make(self, folder: str) -> None:
@@ -205,6 +235,7 @@ class Folders:
                 self._posix.close(handle)
             else:  # hold it open, so that no other folder can get its inode number and be mistaken for it
                 self._kept.append(handle)
+                self._held[folder] = handle
 
     def _make_root(self) -> None:
         """Create the store's folder if it is missing, and make its whole path durable, once."""

@@ -318,15 +318,22 @@ class LocalBackend(Backend):
         super().check_space(nbytes)
         with writing(self.root), self._folders.made("") as handle:
             status = self._posix.statvfs(handle)
-            if self._posix.file_system(handle) not in LOCAL or not status.f_blocks:  # 0 blocks: a tmpfs without a limit
+            if not self._recycling.local(handle) or not status.f_blocks:  # 0 blocks: a tmpfs without a limit
                 return
-            if not self._has_space(handle, nbytes):
+            if not self._has_space(handle, nbytes, status):
                 free = self._free(handle) + self._spare.nbytes()
                 why = f"{nbytes:,} bytes are needed at least and {free:,} are free; delete files, or run ckpt gc"
                 raise StorageError(errno.ENOSPC, why, self.root)
 
-    def _has_space(self, handle: int, nbytes: int) -> bool:
+    def _has_space(self, handle: int, nbytes: int, status: os.statvfs_result) -> bool:
+        """Whether `nbytes` are free for this thread's save, which claims them.
+
+        Args:
+            status: of the file system, just now.
+        """
         sharing = self._room.sharing
+        if sharing.claim(nbytes, lambda: _free_of(status)):
+            return True
 
         def spare() -> int:
             return self._free(handle) + self._spare.nbytes()
@@ -342,8 +349,7 @@ class LocalBackend(Backend):
 
     def _free(self, handle: int) -> int:
         """Free bytes. For root they include the blocks that are reserved for root."""
-        status = self._posix.statvfs(handle)
-        return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
+        return _free_of(self._posix.statvfs(handle))
 
     def reclaim_with(self, reclaim: Callable[[Backend], int]) -> None:
         """See `Backend.reclaim_with`."""
@@ -429,9 +435,16 @@ class LocalBackend(Backend):
 
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:
         """See `Backend.open_sink`."""
-        with writing(self._path(key)), self._folders.made(key.rpartition("/")[0]):
+        with writing(self._path(key)), self._folders.made(key.rpartition("/")[0]) as folder:
             return FileSink(
-                self._folders, key, self._posix, size_hint, direct=self._direct, spare=self._spare, room=self._room
+                self._folders,
+                key,
+                self._posix,
+                size_hint,
+                direct=self._direct,
+                spare=self._spare,
+                room=self._room,
+                folder=folder,
             )
 
     def open_source(self, key: str) -> SegmentSource:
@@ -464,6 +477,10 @@ class LocalBackend(Backend):
         folder, _, name = key.rpartition("/")
         with writing(f"{self.root}/{key}"), suppress(FileNotFoundError), self._folders.opened(folder) as handle:
             self._posix.unlink(name, handle)
+
+
+def _free_of(status: os.statvfs_result) -> int:
+    return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
 
 
 def _reclaimed(reference: weakref.ref[LocalBackend], reclaim: Callable[[Backend], int]) -> int:

@@ -97,6 +97,19 @@ class Recycling:
                 self._kind = self._posix.file_system(root)
         return self._kind
 
+    def local(self, root: int) -> bool:
+        """Whether the store is on a file system of `LOCAL`.
+
+        Args:
+            root: handle of the store's folder. It is asked once: a folder that is open stays on its file system.
+
+        Raises:
+            OSError: the system does not say.
+        """
+        if self._kind is None:
+            self._kind = self._posix.file_system(root)
+        return self._kind in LOCAL
+
     def _measure(self, folder: int) -> float | None:
         with _measuring:
             known = _measured.setdefault(self._posix, {})

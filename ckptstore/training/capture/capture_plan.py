@@ -36,9 +36,14 @@ class PlannedState(LaidOutState):
     __slots__ = ("_nbytes",)
 
     def __init__(
-        self, tree: Any, tensors: dict[str, TensorSource], regions: tuple[SegmentRegion, ...], nbytes: int
+        self,
+        tree: Any,
+        tensors: dict[str, TensorSource],
+        regions: tuple[SegmentRegion, ...],
+        nbytes: int,
+        limit: int | None = None,
     ) -> None:
-        super().__init__(tree, tensors, regions)
+        super().__init__(tree, tensors, regions, limit=limit)
         object.__setattr__(self, "_nbytes", nbytes)
 
     @property
@@ -68,7 +73,8 @@ class StatePlan:
         self.nbytes = whole.nbytes
         self._light = _described(light)
         regions = plan_regions(tuple(_spec(name, one) for name, one in whole.tensors.items()))
-        self.offsets, self.size, self.regions = regions.offsets, regions.size, regions.regions
+        self.offsets, self.size = regions.offsets, regions.size
+        self.regions, self.limit = regions.regions, regions.limit
         names = {source.identity: name for name, source in whole.tensors.items()}
         stored = [one for each in self._watched for one in each.tensors if TorchSource(one).identity in names]
         self._tensors = WatchedTensors(stored)
@@ -181,7 +187,7 @@ class StateCopy:
         for name, one in light.tensors.items():
             start = self.plan.offsets[name]
             one.read(0, self.memory[start : start + one.nbytes])
-        return PlannedState(light.tree, self.tensors, self._regions, self.plan.nbytes)
+        return PlannedState(light.tree, self.tensors, self._regions, self.plan.nbytes, self.plan.limit)
 
 
 def _spec(name: str, source: TensorSource) -> tuple[Any, ...]:

@@ -261,7 +261,7 @@ class SnapshotPool:
             place = memory[start : start + source.nbytes]
             copies[name] = source, place
             tensors[name] = HostTensor(source, place)
-        laid_out = LaidOutState(flat.tree, tensors, plan.regions(memory))
+        laid_out = LaidOutState(flat.tree, tensors, plan.regions(memory), limit=plan.limit)
         return memory, Snapshot(laid_out, lambda: None, lambda: self._give(memory)), copies
 
     def close(self) -> None:

@@ -158,7 +158,7 @@ class PendingSave:
                     f"step {self.step} is saved by process {self._process}, not by its fork, which cannot wait for it"
                 )
             self._hurry()
-        wait([self._future], timeout)
+            wait([self._future], timeout)
         if not self._future.done():
             raise TimeoutError(f"step {self.step} is not durable after {timeout} s")
         error = self._future.exception()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ckptstore.formats import checksums, digest, jsontext, optim
 from ckptstore.formats.history.records import CheckpointId
-from ckptstore.formats.segment_files.layout import CHUNK, TensorSpec, chunk_extents
+from ckptstore.formats.segment_files.layout import CHUNK, TensorSpec, chunk_extents, spec_of
 from ckptstore.formats.segment_files.step_codec import STEP, StepGroup, follower_params
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState, TensorSource
@@ -566,7 +566,7 @@ def unit_of(
                 for chunk, (_, length) in zip(coded, chunk_extents(source.nbytes), strict=True)
             )
             params = group.params if leads else follower_params(group.leader)
-            spec = TensorSpec(name, source.dtype, tuple(source.shape), *place_of(source))
+            spec = spec_of(name, source.dtype, tuple(source.shape), *place_of(source))
             unit.append(EncodedTensor(spec, STEP, params, chunks))
     return tuple(unit)
 
