@@ -71,6 +71,7 @@ struct loops {
                          size_t *found, size_t most, size_t count);
     int (*put[4])(const u8 *steps, size_t number, const void *greater, size_t found, uint64_t limit, void *out,
                   size_t count);
+    void (*place[4])(const u32 *where, const void *greater, uint64_t limit, size_t start, void *out, size_t count);
     void (*classify[4])(const void *base, int shift, uint64_t low, uint64_t high, u8 *labels, size_t count);
     int (*sort[4])(const void *words, const u8 *labels, uint64_t (*places)[256], void *out, size_t count);
     int (*add_unsorted[4])(const void *words, const u8 *labels, uint64_t (*places)[256], const void *base, void *out,

@@ -267,12 +267,7 @@ static int put_packed(struct coder *c, const u8 *values, size_t count, int mode,
     }
     put_byte(c, (unsigned)mode);
     if (bits) {
-        if (bits == 1) {
-            memset(small, 0, packed);
-            for (size_t i = 0; i < count; i++)
-                small[i / 8] = (u8)(small[i / 8] | rest[i] << i % 8);
-        } else
-            c->loops->pack_small(rest, bits, small, count);
+        c->loops->pack_small(rest, bits, small, count);
         put_piece(c, small, packed, CHOOSE, depth + 1);
     }
     put_number(c, found.step_count);

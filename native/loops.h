@@ -37,6 +37,7 @@ static const struct loops GLUE(loops_, ISA) = {
     .take = WIDTHS(take),
     .exceptions = WIDTHS(exceptions),
     .put = WIDTHS(put),
+    .place = WIDTHS(place),
     .classify = WIDTHS(classify),
     .sort = WIDTHS(sort),
     .add_unsorted = WIDTHS(add_unsorted),

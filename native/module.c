@@ -14,12 +14,14 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <immintrin.h>
 #endif
 
 #include "copies.h"
 
 #define ISA baseline
 #define FULL_PRODUCTS 0
+#define MASKS 0 /* whether a comparison of vectors gives a bit for each value */
 #include "loops.h"
 #undef ISA
 
@@ -44,6 +46,8 @@
 #define ISA avx512
 #undef FULL_PRODUCTS
 #define FULL_PRODUCTS 1
+#undef MASKS
+#define MASKS 1
 #include "loops.h"
 #undef ISA
 #if defined(__clang__)

@@ -146,6 +146,18 @@ INLINE void NAME(expect)(const f32 *array, size_t count)
         __builtin_prefetch(array + i, 0, 2);
 }
 
+/* Zigzag differences; returns how many are not zero. At most TILE. */
+INLINE size_t NAME(differ)(const u32 *new, const u32 *guess, u32 *restrict out, size_t count)
+{
+    uint32_t missed = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t delta = new[i] - guess[i];
+        missed += delta != 0;
+        out[i] = delta << 1 ^ (0 - (delta >> 31));
+    }
+    return missed;
+}
+
 /* What a step of Adam adds to its predictions: zigzag differences of the first moment to the old one, and of the second
  * moment and the weight to what is predicted. Counts those that are not zero among the first `head` numbers, and among
  * the others (but for the first moment). */
@@ -165,14 +177,12 @@ static void NAME(adam_differences)(const struct adam *rule, const f32 *const *ol
         NAME(expect)(old[2] + next, left);
         NAME(second_moment)(m1, m, v, rule->inverse, rule->beta2, rule->weight2, guess, size);
         NAME(expect)(new[2] + next, left);
-        PASTE(difference, 32, ISA)(v1, guess, out[2] + start, size);
-        missed[2][start >= head] += NAME(missed)((const u32 *)v1, (const u32 *)guess, size);
+        missed[2][start >= head] += NAME(differ)((const u32 *)v1, (const u32 *)guess, out[2] + start, size);
         NAME(expect)(old[0] + next, left);
         NAME(expect)(new[0] + next, left);
         NAME(copy)(guess, w, size * sizeof *guess);
         NAME(move)(rule->divide, guess, m1, v1, rule->shrink, rule->root, rule->eps, rule->rate, size);
-        PASTE(difference, 32, ISA)(w1, guess, out[0] + start, size);
-        missed[0][start >= head] += NAME(missed)((const u32 *)w1, (const u32 *)guess, size);
+        missed[0][start >= head] += NAME(differ)((const u32 *)w1, (const u32 *)guess, out[0] + start, size);
     }
 }
 
@@ -217,9 +227,9 @@ static void NAME(adam_replayed)(const struct adam *rule, size_t item, const u8 *
         NAME(adam_step)(rule, item, gradient + start * item, state[0], state[1], state[2], size);
         for (size_t i = 0; i < 3; i++) {
             NAME(expect)(new[i] + start + size, count - start - size);
-            missed[i][start >= head] += NAME(missed)((const u32 *)(new[i] + start), (const u32 *)state[i], size);
-            if (out[i])
-                PASTE(difference, 32, ISA)(new[i] + start, state[i], out[i] + start, size);
+            const u32 *is = (const u32 *)(new[i] + start), *replayed = (const u32 *)state[i];
+            missed[i][start >= head] +=
+                out[i] ? NAME(differ)(is, replayed, out[i] + start, size) : NAME(missed)(is, replayed, size);
         }
     }
 }

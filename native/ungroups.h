@@ -96,11 +96,7 @@ static u8 *get_packed(struct reader *r, size_t count, int bits, int depth)
         const u8 *small = get_piece(r, (count * (size_t)bits + 7) / 8, depth + 1);
         if (r->failed)
             return NULL;
-        if (bits == 1)
-            for (size_t i = 0; i < count; i++)
-                values[i] = small[i / 8] >> i % 8 & 1;
-        else
-            r->loops->unpack_small(small, bits, values, count);
+        r->loops->unpack_small(small, bits, values, count);
     } else
         memset(values, 0, count);
     const u8 *stepped = get_steps(r, count, &steps, &exceptions, depth);
@@ -262,13 +258,8 @@ static void apply(const struct loops *loops, const struct group *group, size_t w
         loops->combine[index](planes, 1, PUT, NULL, tile, size);
     } else
         memset(tile, 0, size * word);
-    uint64_t limit = (uint64_t)1 << group->narrow;
-    for (size_t k = begin; k < end; k++) {
-        uint64_t value = 0;
-        memcpy(&value, group->greater + k * word, word);
-        value += limit;
-        memcpy((u8 *)tile + (group->where[k] - start) * word, &value, word);
-    }
+    loops->place[index](group->where + begin, group->greater + begin * word, (uint64_t)1 << group->narrow, start, tile,
+                        end - begin);
     planes[0] = (struct plane){tile, word};
     loops->combine[index](planes, 1, how, base, out, size);
 }

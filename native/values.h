@@ -1,6 +1,6 @@
 /* Loops over bytes and over fp32 patterns (see words.h). */
 
-/* Values below 2**bits; `bits` is 2 or 4. */
+/* Values below 2**bits; `bits` is 1, 2 or 4. */
 static void NAME(pack_small)(const u8 *values, int bits, u8 *out, size_t count)
 {
     size_t per = 8 / (size_t)bits, whole = count / per;
@@ -8,6 +8,10 @@ static void NAME(pack_small)(const u8 *values, int bits, u8 *out, size_t count)
         const u16 *pairs = (const u16 *)values;
         for (size_t i = 0; i < whole; i++)
             out[i] = (u8)(pairs[i] | pairs[i] >> 4);
+    } else if (bits == 1) {
+        const u64 *eights = (const u64 *)values;
+        for (size_t i = 0; i < whole; i++)
+            out[i] = (u8)((uint64_t)eights[i] * 0x0102040810204080u >> 56);
     } else {
         const u32 *fours = (const u32 *)values;
         for (size_t i = 0; i < whole; i++) {
@@ -31,6 +35,12 @@ static void NAME(unpack_small)(const u8 *packed, int bits, u8 *out, size_t count
         for (size_t i = 0; i < whole; i++) {
             uint16_t pair = packed[i];
             pairs[i] = (uint16_t)((pair | pair << 4) & 0x0F0F);
+        }
+    } else if (bits == 1) {
+        u64 *eights = (u64 *)out;
+        for (size_t i = 0; i < whole; i++) {
+            uint64_t each = packed[i] * 0x0101010101010101u & 0x8040201008040201u; /* bit k of byte k */
+            eights[i] = (each + 0x7F7F7F7F7F7F7F7Fu) >> 7 & 0x0101010101010101u;
         }
     } else {
         u32 *fours = (u32 *)out;

@@ -148,25 +148,49 @@ static void NAME(combine)(const struct plane *planes, size_t number, int how, co
 
 /* -------------------------------------------------------------------------------------------------- exceptions */
 
+/* A bit for each of 64 values of at least `least`. */
+INLINE uint64_t NAME(at_least)(const WORD *values, WORD least)
+{
+#if MASKS && BITS == 8
+    return _mm512_cmpge_epu8_mask(_mm512_loadu_si512(values), _mm512_set1_epi8((char)least));
+#elif MASKS && BITS == 16
+    __m512i limit = _mm512_set1_epi16((short)least);
+    uint64_t high = _mm512_cmpge_epu16_mask(_mm512_loadu_si512(values + 32), limit);
+    return high << 32 | _mm512_cmpge_epu16_mask(_mm512_loadu_si512(values), limit);
+#elif MASKS && BITS == 32
+    __m512i limit = _mm512_set1_epi32((int)least);
+    uint64_t mask = 0;
+    for (int k = 0; k < 4; k++)
+        mask |= (uint64_t)_mm512_cmpge_epu32_mask(_mm512_loadu_si512(values + 16 * k), limit) << 16 * k;
+    return mask;
+#else
+    u8 hits[64];
+    uint64_t mask = 0;
+    for (size_t k = 0; k < 64; k++)
+        hits[k] = values[k] >= least ? 255 : 0;
+#if defined(__x86_64__)
+    for (int k = 0; k < 4; k++)
+        mask |= (uint64_t)(unsigned)_mm_movemask_epi8(_mm_loadu_si128((const __m128i *)(hits + 16 * k))) << 16 * k;
+#else
+    for (size_t k = 0; k < 8; k++) { /* the lowest bits of eight bytes */
+        uint64_t eight;
+        memcpy(&eight, hits + 8 * k, 8);
+        mask |= ((eight & 0x0101010101010101u) * 0x0102040810204080u >> 56) << 8 * k;
+    }
+#endif
+    return mask;
+#endif
+}
+
 /* Writes the positions of values of at least `limit`, and returns their number. */
 static size_t NAME(find)(const void *values_, uint64_t limit, u32 *where, size_t count)
 {
     const WORD *values = values_;
     WORD least = (WORD)limit;
     size_t found = 0, i = 0;
-    for (; i + 64 <= count; i += 64) {
-        u8 hits[64];
-        uint64_t mask = 0;
-        for (size_t k = 0; k < 64; k++)
-            hits[k] = values[i + k] >= least;
-        for (size_t k = 0; k < 8; k++) { /* eight bytes of 0 or 1 become eight bits */
-            uint64_t eight;
-            memcpy(&eight, hits + 8 * k, 8);
-            mask |= (eight * 0x0102040810204080u >> 56) << 8 * k;
-        }
-        for (; mask; mask &= mask - 1)
+    for (; i + 64 <= count; i += 64)
+        for (uint64_t mask = NAME(at_least)(values + i, least); mask; mask &= mask - 1)
             where[found++] = (uint32_t)(i + (size_t)__builtin_ctzll(mask));
-    }
     for (; i < count; i++)
         if (values[i] >= least)
             where[found++] = (uint32_t)i;
@@ -183,19 +207,12 @@ static int NAME(exceptions)(const void *values_, uint64_t limit, u8 *rest, u8 *s
     size_t number = 0, found = 0, after = 0;
     for (size_t i = 0; i < count; i += 64) {
         size_t size = count - i < 64 ? count - i : 64;
-        u8 hits[64];
         uint64_t mask = 0;
         if (size == 64) {
-            for (size_t k = 0; k < 64; k++)
-                hits[k] = values[i + k] >= least;
+            mask = NAME(at_least)(values + i, least);
             if (rest)
                 for (size_t k = 0; k < 64; k++)
-                    rest[i + k] = (u8)(hits[k] ? 0 : values[i + k]);
-            for (size_t k = 0; k < 8; k++) { /* eight bytes of 0 or 1 become eight bits */
-                uint64_t eight;
-                memcpy(&eight, hits + 8 * k, 8);
-                mask |= (eight * 0x0102040810204080u >> 56) << 8 * k;
-            }
+                    rest[i + k] = (u8)(values[i + k] < least ? values[i + k] : 0);
         } else
             for (size_t k = 0; k < size; k++) {
                 int hit = values[i + k] >= least;
@@ -262,6 +279,15 @@ static int NAME(put)(const u8 *steps, size_t number, const void *greater_, size_
         }
     }
     return used == found;
+}
+
+/* Puts exceptions, each less `limit`, at their places in a tile that begins with word `start`. */
+static void NAME(place)(const u32 *where, const void *greater_, uint64_t limit, size_t start, void *out_, size_t count)
+{
+    const WORD *greater = greater_;
+    WORD *out = out_, least = (WORD)limit;
+    for (size_t k = 0; k < count; k++)
+        out[where[k] - start] = (WORD)(greater[k] + least);
 }
 
 /* ---------------------------------------------------------------------------------------------------- contexts */

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.kernels import N_LOG_N, Bytes
 from ckptstore.formats.kernel_choice import hot
 
@@ -25,6 +26,8 @@ MOST: Final = 1 << 20
 _BLOCK: Final = 1 << 17
 _MOST_BITS: Final = 11
 _LOG: Final = 6
+_WIDTH: Final = 24
+"""Where the number of bits of a pair of codes begins in its entry."""
 _TABLE: Final = 1 << _LOG
 _LEAST: Final = 64
 _SEARCHED: Final = 1024
@@ -43,16 +46,18 @@ def matches_pay(values: Bytes) -> bool:
     codes (a bit or more each), less the 22 bits that it takes.
     """
     count = len(values)
-    runs = [values]
+    runs = values.reshape(1, count)
     if count > _SEARCHED:
-        runs = [values[start : start + _SEARCHED // 8] for start in range(0, 8 * (count // 8), count // 8)]
-    total = sum(map(len, runs))
+        runs = values[: 8 * (count // 8)].reshape(8, count // 8)[:, : _SEARCHED // 8]
+    total = runs.size
     if total < _WINDOW:
         return False
-    counts = sum(np.bincount(run, minlength=256) for run in runs)
+    counts = np.bincount(runs.reshape(-1), minlength=256)
     each = max(_BIT, (int(N_LOG_N[total]) - int(N_LOG_N.take(counts).sum())) // total)
-    windows = [np.lib.stride_tricks.sliding_window_view(run, _WINDOW).copy().view("<u8").reshape(-1) for run in runs]
-    repeated = sum(len(found) - len(np.unique(found)) for found in windows)
+    each_window = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(runs, _WINDOW, axis=1))
+    windows: npt.NDArray[np.uint64] = each_window.view("<u8").reshape(len(runs), -1)
+    found = np.sort(windows, axis=1)
+    repeated = int(np.count_nonzero(found[:, 1:] == found[:, :-1]))
     if 32 * 42 * _BIT * repeated <= total * each:  # a match of n + 7 values has n such windows: it saves 8 n + 34 bits
         return False
     saved = sum(_saved(run, found, each) for run, found in zip(runs, windows, strict=True))
@@ -106,42 +111,44 @@ def _block(values: Bytes) -> tuple[int, int, bytes]:
     kept = _KEPT, count, values.tobytes()
     if count < _LEAST:
         return kept
-    counts = np.bincount(values, minlength=256)
+    quarter = -(-count // 4)
+    parts = [values[start : min(start + quarter, count)] for start in range(0, 4 * quarter, quarter)]
+    each = np.stack([np.bincount(part, minlength=256) for part in parts])
+    counts = each.sum(axis=0)
     if int(counts.max()) == count:
         return _ONE_VALUE, count, values[:1].tobytes()
     lengths = _code_lengths(counts)
     tree = _describe(lengths)
     if tree is None:
         return kept
-    quarter = -(-count // 4)
-    codes = _codes(lengths)
-    parts = [values[start : min(start + quarter, count)] for start in range(0, 4 * quarter, quarter)]
-    sizes = [(int(lengths[part].sum(dtype=np.int64)) + 8) // 8 for part in parts]  # with the bit that ends a stream
+    sizes = ((each @ lengths + 8) // 8).tolist()  # with the bit that ends a stream
     size = len(tree) + 6 + sum(sizes)
     head, step = (3, 10) if count < 1 << 10 else (4, 14) if count < 1 << 14 else (5, 18)
     if head + size + 1 >= count - count // 64 or max(sizes[:3]) > 65535:
         return kept
     body = (_CODED | (head - 2) << 2 | count << 4 | size << 4 + step).to_bytes(head, "little") + tree
-    body += struct.pack("<3H", *sizes[:3]) + b"".join(_stream(part, lengths, codes) for part in parts) + b"\0"
+    body += struct.pack("<3H", *sizes[:3]) + _streams(parts, sizes, lengths, _codes(lengths)) + b"\0"
     return _CODED, len(body), body
 
 
 def _code_lengths(counts: _Integers) -> npt.NDArray[np.uint8]:
     """The length of each byte's code, 0 for bytes that do not occur: Huffman's, then cut to 11 bits."""
-    order = [symbol for symbol in np.argsort(counts, kind="stable").tolist() if counts[symbol]]
-    number = len(order)
-    sums, parents = counts[order].tolist(), [0] * (2 * number - 1)
-    leaf, inner = 0, number
-    for made in range(number, 2 * number - 1):
-        total = 0
-        for _ in range(2):
-            if leaf < number and (inner == made or sums[leaf] <= sums[inner]):  # of equal sums, leaves first
-                child, leaf = leaf, leaf + 1
-            else:
-                child, inner = inner, inner + 1
-            parents[child] = made
-            total += sums[child]
-        sums.append(total)
+    number = int(np.count_nonzero(counts))
+    order = np.argsort(counts, kind="stable")[-number:]
+    # Two queues, each ascending and with a sum that is never reached at its end: those of leaves and those of subtrees.
+    endless = 1 << 62
+    leaves, subtrees = [*counts[order].tolist(), endless], [endless] * number
+    parents = [0] * (2 * number - 1)
+    leaf = inner = 0
+    for made in range(number - 1):
+        if leaves[leaf] <= subtrees[inner]:  # of equal sums, leaves first
+            total, parents[leaf], leaf = leaves[leaf], number + made, leaf + 1
+        else:
+            total, parents[number + inner], inner = subtrees[inner], number + made, inner + 1
+        if leaves[leaf] <= subtrees[inner]:
+            subtrees[made], parents[leaf], leaf = total + leaves[leaf], number + made, leaf + 1
+        else:
+            subtrees[made], parents[number + inner], inner = total + subtrees[inner], number + made, inner + 1
     depths = [0] * (2 * number - 1)
     for node in range(2 * number - 3, -1, -1):
         depths[node] = depths[parents[node]] + 1
@@ -241,39 +248,68 @@ def _coded(weights: list[int]) -> bytes:
     for place, weight in enumerate(spread):
         entries[weight].append(_TABLE + place)
     # Two states take turns, from the last weight to the first. The first weight of each costs nothing.
-    stream, states = _Bits(), [0, 0]
+    tops = [_LOG - ((share - 1).bit_length() - 1 if share > 1 else 0) for share in shares]
+    stream = at = 0
+    states = [0, 0]
     for place in range(len(weights) - 1, -1, -1):
         weight = weights[place]
         share, state, number = shares[weight], states[place & 1], 0
         if not state:
             state = share
         else:
-            most = _LOG - ((share - 1).bit_length() - 1 if share > 1 else 0)
-            number = most if state >= share << most else most - 1
-            stream.add(state & ((1 << number) - 1), number)
+            number = tops[weight]
+            if state < share << number:
+                number -= 1
+            stream |= (state & ((1 << number) - 1)) << at
+            at += number
         states[place & 1] = entries[weight][(state >> number) - share]
-    stream.add(states[1] - _TABLE, _LOG)
-    stream.add(states[0] - _TABLE, _LOG)
-    stream.add(1, 1)
-    return table.tobytes() + stream.tobytes()
+    stream |= (states[1] - _TABLE | (states[0] - _TABLE) << _LOG | 1 << 2 * _LOG) << at
+    return table.tobytes() + stream.to_bytes((at + 2 * _LOG + 8) // 8, "little")
 
 
-def _stream(values: Bytes, lengths: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint64]) -> bytes:
-    """The codes of values from the last one to the first, and a bit that ends them."""
-    backwards = values[::-1]
-    bits, widths = codes[backwards], lengths[backwards].astype(np.uint64)
-    for _ in range(2):  # two neighbours become one, of at most 44 bits
-        if len(bits) % 2:
-            bits, widths = np.append(bits, np.uint64(0)), np.append(widths, np.uint64(0))
-        bits = bits[::2] | bits[1::2] << widths[::2]
-        widths = widths[::2] + widths[1::2]
-    ends = np.cumsum(widths)
-    starts, total = ends - widths, int(ends[-1])
-    words, shifts = (starts >> np.uint64(6)).astype(np.intp), starts & np.uint64(63)
-    out = np.zeros(total // 64 + 2, np.uint64)
-    first = np.flatnonzero(np.diff(words, prepend=-1))
+def _streams(
+    parts: list[Bytes], sizes: list[int], lengths: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint64]
+) -> bytes:
+    """The four streams of a block: the codes of values from the last one to the first, and a bit that ends them.
+
+    A table of all pairs of neighbours gives their codes, of at most 22 bits, and above these their number of bits. Only
+    pairs of bytes that occur are in it.
+    """
+    low, high = (int(found) for found in np.flatnonzero(lengths)[[0, -1]])
+    some, widths = codes[low : high + 1].astype(np.uint32), lengths[low : high + 1].astype(np.uint32)
+    table = kernels.scratch("pairs", 1 << 16, 4).reshape(256, 256)  # [the second one, the first one]
+    both = some << widths[:, None]
+    both |= some[:, None]
+    both |= (widths + widths[:, None]) << np.uint32(_WIDTH)
+    table[low : high + 1, low : high + 1] = both
+    # Four neighbours are put together. A stream that has fewer ends with some that take no bits.
+    fours = -(-len(parts[0]) // 4) + 1
+    pairs = np.zeros((4, 2 * fours), np.uint32)
+    for row, part in zip(pairs, parts, strict=True):
+        odd = len(part) % 2
+        if odd:
+            row[0] = codes[part[-1]] | np.uint64(int(lengths[part[-1]]) << _WIDTH)
+        whole = len(part) // 2
+        np.take(table.reshape(-1), part[: 2 * whole].view("<u2")[::-1], out=row[odd : odd + whole], mode="clip")
+    each = pairs >> np.uint32(_WIDTH)
+    pairs &= np.uint32((1 << _WIDTH) - 1)
+    bits = pairs[:, 1::2].astype(np.uint64)
+    bits <<= each[:, ::2]
+    bits |= pairs[:, ::2]
+    number = (each[:, ::2] + each[:, 1::2]).astype(np.int64)
+    ends = np.cumsum(number, axis=1)
+    begins = 8 * np.cumsum([0, *sizes[:3]])
+    closing = begins + ends[:, -1]
+    starts = ends
+    starts -= number
+    starts += begins[:, None]
+    words, shifts = (starts >> 6).reshape(-1), (starts & 63).astype(np.uint64).reshape(-1)
+    bits, number = bits.reshape(-1), number.reshape(-1)
+    out = np.zeros(sum(sizes) // 8 + 2, np.uint64)
+    first = np.concatenate([[0], np.flatnonzero(words[1:] != words[:-1]) + 1])
     out[words[first]] = np.bitwise_or.reduceat(bits << shifts, first)
-    over = np.flatnonzero(shifts + widths > np.uint64(64))
+    over = np.flatnonzero(shifts + number.view(np.uint64) > np.uint64(64))
     out[words[over] + 1] |= bits[over] >> (np.uint64(64) - shifts[over])
-    out[total // 64] |= np.uint64(1 << total % 64)
-    return out.astype("<u8").tobytes()[: total // 8 + 1]
+    for end in closing.tolist():
+        out[end // 64] |= np.uint64(1 << end % 64)
+    return out.astype("<u8", copy=False).tobytes()[: sum(sizes)]

@@ -65,7 +65,7 @@ def test_zstd_reads_what_both_forms_write(kind: str, count: int, seed: int) -> N
     if count == 16384 and len(used) > 1:
         bits = count * np.log2(count) - float(used @ np.log2(used))
         assert len(frame) <= max(
-            min(count + 20, 1.02 * bits / 8 + count / 8 * (kind in ("few", "two", "deep")) + 200), 0
+            min(count + 20, 1.02 * bits / 8 + count / 8 * (kind in ("few", "high", "two", "deep")) + 200), 0
         )
 
 
