@@ -19,8 +19,9 @@ from tools.baselines.medium import Disk as Medium
 from tools.bench.storage.rounds import WorkerError
 from tools.bench.training.training_cases import Case
 from tools.goodput import kills
+from tools.papers.limited_disk import Disk, limited_to, throttled
 from tools.papers.pccheck import goodput, throughput
-from tools.papers.pccheck.measuring import Cost, Disk, disk_like_the_papers
+from tools.papers.pccheck.measuring import Cost, disk_like_the_papers
 from tools.papers.pccheck.throughput import Measured
 from tools.papers.result import Asked
 from tools.papers.scale import commits, jobs
@@ -86,6 +87,18 @@ def test_the_disk_of_the_paper() -> None:
     for one in streams:
         one.join()
     assert 0.2 <= time.monotonic() - began < 0.29, "three streams share the channel, and overlap the rest"
+
+
+def test_the_disk_of_a_loop_and_of_its_agent() -> None:
+    disk = limited_to(30e6, 0.1, save=3.0, copy=2.0)
+    assert disk.rate == pytest.approx(1e8), "30 MB in three iterations"
+    assert disk.link == pytest.approx(1.5e8)
+    code = "from ckptstore.backends.local_disk.posix import Posix; print(Posix.pwrite.__name__)"
+    names = []
+    for one in (disk, Disk()):
+        with throttled(one):
+            names.append(subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True))
+    assert [one.stdout.strip() for one in names] == ["paced", "pwrite"]
 
 
 def test_goodput_of_many_workers(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

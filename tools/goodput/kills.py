@@ -128,10 +128,17 @@ def read(life: Sequence[Any], end: float, killed: float, found: Lives) -> None:
         found.useful = reached
 
 
-def digests(plan: Plan, base: str, steps: int) -> dict[int, str]:
-    """The digest of every step of a job without saves. `base`: the strategy of its loop, ``none`` or ``none-topk``."""
+def digests(plan: Plan, base: str, steps: int, restarts: Sequence[int] = ()) -> dict[int, str]:
+    """The digest of every step of a job without saves.
+
+    Args:
+        base: the strategy of its loop, ``none`` or ``none-topk``.
+        restarts: the steps that lives of the job restored; the residuals of compressed gradients are not among what
+            they restored (`TopKHook(exact=False)`).
+    """
     folder = plan.scratch / "reference"
     case = Case("loop", base, max(1, steps))
-    found = finished(replace(plan, steps=1), "digests", case, folder)["digests"]
+    words = ["--restarts", *map(str, restarts)]
+    found = finished(replace(plan, steps=1), "digests", case, folder, words)["digests"]
     shutil.rmtree(folder, ignore_errors=True)
     return {int(step): told for step, told in found.items()}

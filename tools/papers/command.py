@@ -35,8 +35,11 @@ Examples:
 def measured(experiment: Experiment, asked: Asked) -> tuple[Result, dict[str, Any]]:
     """Run an experiment -> its result, and the document of its JSON file."""
     described = machine.describe(asked.scratch)
+    before = machine.busy_cores()
     began = time.monotonic()
     result = experiment.run(asked)
+    took = time.monotonic() - began
+    busy = max(before, machine.busy_cores())  # nothing of the experiment computes any more
     document = {
         "experiment": experiment.name,
         "paper": experiment.paper,
@@ -45,8 +48,8 @@ def measured(experiment: Experiment, asked: Asked) -> tuple[Result, dict[str, An
         "quick": asked.quick,
         "smoke": asked.smoke,
         "seed": asked.seed,
-        "seconds": time.monotonic() - began,
-        "machine": described | {"load_average_after": os.getloadavg()[0]},
+        "seconds": took,
+        "machine": described | {"busy_cores": busy},
         "result": result.document(),
     }
     return result, document

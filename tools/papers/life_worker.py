@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tools.baselines import medium
 from tools.bench.training.training_checkpointers import Checkpointed
 from tools.bench.training.training_loop import Shape, Trainer, digest, divide_cores, pin
 from tools.bench.training.training_strategies import Ledger, Options
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--full-every", type=int, default=100)
     parser.add_argument("--batch", type=int)
     asked = parser.parse_args()
+    medium.limit()
     pin(*divide_cores(True))
     torch.use_deterministic_algorithms(True)
     asked.dir.mkdir(parents=True, exist_ok=True)

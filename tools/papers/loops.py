@@ -18,11 +18,12 @@ from tools.bench.storage.rounds import WorkerError
 from tools.bench.training.every_step import base_of
 from tools.bench.training.every_step_turns import Worker, interval_of
 from tools.bench.training.strategy_comparison import LABELS as LOOPS
-from tools.bench.training.training_cases import BASELINES, LOSSY, Case, Plan, environment
+from tools.bench.training.training_cases import BASELINES, LOSSY, Case, Plan, environment, finished
+from tools.papers.limited_disk import Disk, limited_to, throttled
 from tools.papers.result import Asked, Compared
 from tools.warm import MODULES, Warm
 
-__all__ = ["LABELS", "Cost", "compared", "costs", "planned", "shared", "text_of"]
+__all__ = ["LABELS", "Cost", "Slow", "compared", "costs", "disk_of", "planned", "shared", "text_of"]
 
 LABELS: Final = (
     LOOPS
@@ -175,17 +176,49 @@ def _seconds(worker: Worker, steps: int) -> float:
     return statistics.fmean(worker.ask(steps + 1)["iterations"][1:])
 
 
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A disk and a link as slow as a paper's, in iterations.
+
+    Attributes:
+        save: that one stream takes to write a full.
+        copy: that the link to a peer takes for one.
+        said: a sentence that says which of the paper's numbers these are.
+    """
+
+    save: float
+    copy: float
+    said: str
+
+
 _known: dict[tuple[Any, ...], Cost] = {}
 """Measured before in this process: experiments share ways."""
+_disks: dict[tuple[Any, ...], Disk] = {}
+
+
+def disk_of(plan: Plan, slow: Slow | None) -> Disk:
+    """The limit for this plan's loop; it measures an iteration once in this process. None: this disk as it is."""
+    if slow is None:
+        return Disk()
+    key = (slow, plan.width, plan.layers, plan.batch, plan.context)
+    if key not in _disks:
+        found = finished(plan, "loop", Case("loop", "none", 4), plan.scratch / "iteration")
+        _disks[key] = limited_to(found["state_bytes"], found["median_iteration_s"], slow.save, slow.copy)
+    return _disks[key]
 
 
 def shared(
-    asked: Asked, shape: tuple[int, int, int, int], ways: Sequence[tuple[str, int]], turns: int, steps: int = 4
+    asked: Asked,
+    shape: tuple[int, int, int, int],
+    ways: Sequence[tuple[str, int]],
+    turns: int,
+    steps: int = 4,
+    slow: Slow | None = None,
 ) -> list[Cost]:
     """As `costs`, but what another experiment of this run has measured in the same setting is not measured again."""
-    keys = {way: (shape, turns, steps, *way) for way in ways}
+    keys = {way: (shape, turns, steps, slow, *way) for way in ways}
     if missing := [way for way in ways if keys[way] not in _known]:
-        with planned(asked, shape, steps=steps) as plan:
+        with planned(asked, shape, steps=steps) as plan, throttled(disk_of(plan, slow)):
             for one in costs(asked, plan, missing, turns):
                 _known[keys[one.case.strategy, one.case.interval]] = one
     return [_known[keys[way]] for way in ways]

@@ -26,8 +26,12 @@ def section(document: Mapping[str, Any]) -> Iterator[str]:
     form = " --quick" if document["quick"] else ""
     yield f"### {document['title']} (`{document['experiment']}`)"
     yield ""
-    load = document["machine"]["load_average"]
-    loaded = f" **The machine was busy** (load {load:.1f}): the times are not final." if load > BUSY else ""
+    busy = document["machine"]["busy_cores"]
+    loaded = (
+        f" **The machine was busy** (other processes took {busy:.1f} cores): the times are not final."
+        if busy > BUSY
+        else ""
+    )
     yield (
         f"{document['paper']}, {document['figure']}. `python -m tools.papers {document['experiment']}{form}`, "
         f"{document['seconds']:.0f} s.{loaded}"
@@ -36,8 +40,8 @@ def section(document: Mapping[str, Any]) -> Iterator[str]:
     yield from report.markdown(Result.read(document["result"]))
 
 
-BUSY: Final = 0.7
-"""A load average at the start above which a run is not on an idle machine."""
+BUSY: Final = 0.2
+"""Cores that compute before or after an experiment, above which it was not on an idle machine."""
 
 
 def _sections(text: str) -> dict[str, str]:
@@ -82,7 +86,7 @@ def main(out: Path, target: Path) -> None:
 
 
 def _plain_machine(machine: Mapping[str, Any]) -> str:
-    return report.machine_line(machine).partition("; load")[0]
+    return report.machine_line(machine).partition("; other")[0]
 
 
 if __name__ == "__main__":

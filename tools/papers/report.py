@@ -33,7 +33,7 @@ def machine_line(machine: Mapping[str, Any]) -> str:
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
         f"{machine['filesystem']}, Linux {machine['kernel']}, Python {machine['python']}, torch {versions['torch']}; "
-        f"load {machine['load_average']:.1f} at the start"
+        f"other processes took {machine['busy_cores']:.1f} cores"
     )
 
 

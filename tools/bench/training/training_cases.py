@@ -182,9 +182,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // 2))}
 
 
-def finished(plan: Plan, task: str, case: Case, folder: Path) -> dict[str, Any]:
-    """Run a worker to its end -> its output. Raises `WorkerError`."""
-    command = plan.command(task, case, folder)
+def finished(plan: Plan, task: str, case: Case, folder: Path, words: Sequence[str] = ()) -> dict[str, Any]:
+    """Run a worker to its end, with further words of its command line -> its output. Raises `WorkerError`."""
+    command = [*plan.command(task, case, folder), *words]
     if plan.warm is None:
         done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     else:

@@ -309,11 +309,17 @@ def live(asked: argparse.Namespace, shape: Shape) -> None:
 
 
 def digests(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """Train `asked.steps` steps without saves -> the digest of each, which every life of a job has to reach."""
+    """Train `asked.steps` steps without saves -> the digest of each, which every life of a job has to reach.
+
+    At the steps of `asked.restarts` the compression of gradients begins anew, as it does in a life that restored them.
+    """
     trainer = Trainer(shape, asked.device)
-    ALL[asked.strategy](asked.dir, trainer, Options(), Ledger())  # it may compress gradients
+    kind = ALL[asked.strategy]
+    kind(asked.dir, trainer, Options(), Ledger())  # it may compress gradients
     found = {}
     while trainer.step < asked.steps:
+        if trainer.step in asked.restarts:
+            kind(asked.dir, trainer, Options(), Ledger())
         trainer.take()
         found[str(trainer.step)] = digest(trainer.state())
     return {"digests": found}
@@ -335,6 +341,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="the step before the first one")
+    parser.add_argument("--restarts", type=int, nargs="*", default=[], help="of `digests`: steps that lives restored")
     parser.add_argument("--full-every", type=int, default=100)
     parser.add_argument("--batch", type=int, help="step diffs in one write; default: the interval")
     parser.add_argument("--device", default="cpu")

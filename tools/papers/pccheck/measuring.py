@@ -10,24 +10,22 @@ one, as the paper's network did.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
-from unittest import mock
 
-from tools.baselines.medium import DISK
 from tools.bench.storage.rounds import WorkerError
 from tools.bench.training.training_cases import BASELINES, Case, Plan, environment, finished
+from tools.papers.limited_disk import Disk, limited_to, throttled
 from tools.papers.result import Asked, Compared
 from tools.warm import MODULES, Warm
 
-__all__ = ["LABELS", "SHAPE", "Cost", "Disk", "compared", "disk_like_the_papers", "measured", "planned", "throttled"]
+__all__ = ["LABELS", "SHAPE", "Cost", "compared", "disk_like_the_papers", "measured", "planned"]
 
-SHAPE: Final = (128, 6, 1, 16)
-"""Width, layers, batch, context: 1.2 million parameters, 14.7 MB of state, and short iterations."""
+SHAPE: Final = (128, 6, 4, 32)
+"""Width, layers, batch, context: 1.2 million parameters, 14.7 MB of state, iterations of 128 tokens."""
 TINY: Final = (32, 1, 1, 8)
 """Of ``--smoke``."""
 STATE_BYTES: Final = 14_700_000
@@ -91,25 +89,9 @@ class Cost:
         } | ({"error": self.error} if self.error else {})
 
 
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """A limit of the disk's rate, and of the link to a peer, in bytes a second; None: as they are."""
-
-    rate: float | None = None
-    stream: float = 0.0
-    link: float = 0.0
-
-    @property
-    def text(self) -> str:
-        """For the environment."""
-        return "" if self.rate is None else f"{self.rate:.0f},{self.stream:.0f},{self.link:.0f}"
-
-
 def disk_like_the_papers(iteration: float, state_bytes: float = STATE_BYTES) -> Disk:
     """The limit, for iterations of so many seconds."""
-    alone = state_bytes / (ITERATIONS_A_SAVE * iteration)
-    rate = alone / ONE_STREAM
-    return Disk(rate, 1 / (1 / alone - 1 / rate), state_bytes / (ITERATIONS_A_COPY * iteration))
+    return limited_to(state_bytes, iteration, ITERATIONS_A_SAVE, ITERATIONS_A_COPY, ONE_STREAM)
 
 
 @contextlib.contextmanager
@@ -118,13 +100,6 @@ def planned(asked: Asked, shape: tuple[int, int, int, int] = SHAPE, full_every: 
     with Warm(MODULES, env=environment()) as nursery:
         width, layers, batch, context = TINY if asked.smoke else shape
         yield Plan(width, layers, batch, context, 10, full_every, "cpu", True, asked.scratch, warm=nursery)
-
-
-@contextlib.contextmanager
-def throttled(disk: Disk) -> Iterator[None]:
-    """Workers that start inside have that disk."""
-    with mock.patch.dict(os.environ, {DISK: disk.text} if disk.text else {}):
-        yield
 
 
 def measured(

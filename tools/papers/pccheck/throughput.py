@@ -11,13 +11,13 @@ from typing import Final
 from unittest import mock
 
 from tools.crash.media import obstacle
+from tools.papers.limited_disk import Disk
 from tools.papers.pccheck.measuring import (
     ITERATIONS_A_COPY,
     ITERATIONS_A_SAVE,
     ONE_STREAM,
     SHAPE,
     Cost,
-    Disk,
     compared,
     disk_like_the_papers,
     measured,
