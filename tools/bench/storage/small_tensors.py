@@ -67,7 +67,6 @@ def fill(way: str, folder: Path, tensors: int, steps: int, save: Callable[..., N
     batch = steps if way == WAYS[0] else 1
     options: dict[str, Any] = {"diffs": DiffOptions(full_every=steps + 9, batch=batch, seconds=None)}
     if way == WAYS[2]:
-        options = {"deltas": DeltaOptions(interval=steps + 9, form="paper")}
         options = {"deltas": DeltaOptions(interval=steps + 9)}
     train(parameters, optimizer, 1)
     with ckptstore.open(folder).writer(parent=None, poll_seconds=None, **options) as writer:
@@ -96,6 +95,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="ways whose name holds this text")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # threads that wait for each other would spin, and count as processor time
     rows = []
     for way in WAYS:
         if options.only not in way:
