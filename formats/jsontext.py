@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeAlias
 
 from ckptstore.errors import FormatError
 
 __all__ = ["MAX_ARRAYS", "MAX_DEPTH", "MAX_DIGITS", "MAX_MARKS", "MAX_STRING", "bounded", "check", "dumps", "loads"]
+
+_Pairs: TypeAlias = list[tuple[str, Any]]
 
 MAX_DEPTH = 256
 MAX_MARKS = 1 << 24
@@ -55,7 +57,13 @@ def check(text: bytes, *, what: str, max_marks: int = MAX_MARKS) -> None:
 
 
 def loads(
-    data: bytes | memoryview, *, what: str, max_bytes: int, max_depth: int = MAX_DEPTH, max_marks: int = MAX_MARKS
+    data: bytes | memoryview,
+    *,
+    what: str,
+    max_bytes: int,
+    max_depth: int = MAX_DEPTH,
+    max_marks: int = MAX_MARKS,
+    shared: bool = False,
 ) -> Any:
     """Parse JSON from an untrusted source. Memory is bounded by 64 bytes and a member's name for each value.
 
@@ -66,6 +74,8 @@ def loads(
         max_depth: maximum nesting, checked before it is parsed.
         max_marks: maximum number of commas and opening brackets outside of strings, checked before it is parsed, as is
             the limit of `MAX_ARRAYS` brackets.
+        shared: equal objects whose only member is a string are one object, which nobody may change. The trees of many
+            steps have one for each tensor of each step.
 
     Raises:
         FormatError: not JSON, a duplicate key, NaN or Infinity, a text, string or number that is too long, nesting that
@@ -90,12 +100,6 @@ def loads(
             raise FormatError(f"{what}: {token[:40]} is beyond a double's range")
         return value
 
-    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise FormatError(f"{what}: duplicate JSON key {_twice(pairs)!r}")
-        return found
-
     try:
         # Our functions would be called for every number and take ten times as long as Python's. They are used only if a
         # number may be too long or too large (or a string looks like one).
@@ -106,12 +110,30 @@ def loads(
             parse_constant=refuse,
             parse_int=integer if long else None,
             parse_float=real if large else None,
-            object_pairs_hook=members,
+            object_pairs_hook=_object_maker(what, shared),
         )
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: not JSON: {error}") from error
+
+
+def _object_maker(what: str, shared: bool) -> Callable[[_Pairs], dict[str, Any]]:
+    """Return what makes an object of its members. `shared`: see `loads`."""
+    known: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def members(pairs: _Pairs) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise FormatError(f"{what}: duplicate JSON key {_twice(pairs)!r}")
+        return found
+
+    def few_members(pairs: _Pairs) -> dict[str, Any]:
+        if len(pairs) != 1 or type(pairs[0][1]) is not str:
+            return members(pairs)
+        return known.get(pairs[0]) or known.setdefault(pairs[0], dict(pairs))
+
+    return few_members if shared else members
 
 
 def _letters(text: bytes, what: str) -> str:

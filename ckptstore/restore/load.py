@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, Final, Literal, TypeVar
 
 from ckptstore.errors import CkptError, UsageError
@@ -60,6 +60,8 @@ _R = TypeVar("_R")
 
 _COPIED: Final = 1 << 20
 """Tensors below this many bytes are copied if they are not aligned to `LINE`; larger ones are read in another way."""
+_BLOCK: Final = 64 << 20
+"""Bytes of memory that small tensors share. It is unmapped with the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,21 @@ def _aligned_copies(images: dict[str, Bytes]) -> dict[str, Bytes]:
     return moved
 
 
+def _memory_for(sizes: Mapping[str, int]) -> dict[str, Bytes]:
+    """New memory for tensors, at aligned addresses. Small ones share blocks: a mapping of its own costs as much as
+    restoring such a tensor."""
+    memory = {name: aligned(nbytes) for name, nbytes in sizes.items() if nbytes >= _COPIED}
+    small = [(name, nbytes) for name, nbytes in sizes.items() if nbytes < _COPIED]
+    while small:
+        ends = list(takewhile(_BLOCK.__ge__, accumulate(-(-nbytes // LINE) * LINE for _, nbytes in small)))
+        block = aligned(ends[-1])
+        for (name, nbytes), end in zip(small, ends, strict=False):
+            at = end + -nbytes // LINE * LINE
+            memory[name] = block[at : at + nbytes]
+        small = small[len(ends) :]
+    return memory
+
+
 def _restore_new(wanted: _Requested, readers: Workers, options: LoadOptions) -> Callable[[str, Origin], Any]:
     """Restore into new memory: raw tensors are read straight into it (or mapped), chains are applied in it, and shards
     are read to their places in it."""
@@ -281,7 +298,7 @@ def _read(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, adva
         {name: image for name, image in data.items() if image.__array_interface__["data"][0] % LINE}
     )
     chained = {name: chain for name, chain in wanted.items() if name not in data}
-    data |= {name: aligned(chain.tensor.nbytes) for name, chain in chained.items()}
+    data |= _memory_for({name: chain.tensor.nbytes for name, chain in chained.items()})
     if chained:
         targets = {name: (chain, data[name]) for name, chain in chained.items()}
         restore_tensors(targets, readers.pool, _staging(readers.threads), verify=options.verify, advance=advance)

@@ -120,7 +120,9 @@ class OpenCheckpoint(RestoreSource):
     def encodings(self) -> list[Held]:
         """The tensors of each encoding of the plan, and before them those of `base`."""
         below = [] if self.base is None else [self.base.links]
-        return [*below, *(self._tensors_of(encoding) for encoding in self.plan.encodings)]
+        # The last one first: all of its entries are needed, and what is checked of them holds for others like it.
+        own = [self._tensors_of(encoding) for encoding in reversed(self.plan.encodings)]
+        return [*below, *reversed(own)]
 
     def _tensors_of(self, encoding: Encoding) -> Held:
         """The tensors of one encoding, which builds on the base that the plan says."""

@@ -35,6 +35,7 @@ __all__ = [
     "map_tensors",
     "placing_jobs",
     "read_chunk",
+    "read_extent",
     "reads_directly",
 ]
 
@@ -267,20 +268,36 @@ def copy_jobs(
     advance: Advance | None = None,
 ) -> list[Callable[[], None]]:
     """The jobs of `copy_tensors` for a pool: one job for each of the extents `found`."""
-    verify = verify or not reader.source.held
 
     def job(extent: list[TensorChunk]) -> Callable[[], None]:
         def work() -> None:
             with staging.block() as block:
-                first = extent[0].chunk.offset // BLOCK * BLOCK
-                _read_job(reader, extent, block, first, verify, advance)()
-                for piece in extent:
-                    at = piece.chunk.offset - first
-                    deliver(piece.tensor, piece.start, block[at : at + piece.chunk.length])
+                for piece, data in zip(extent, read_extent(reader, extent, block, verify=verify), strict=True):
+                    deliver(piece.tensor, piece.start, data)
+                    if advance is not None:
+                        advance(piece.chunk.length)
 
         return work
 
     return [job(extent) for extent in found]
+
+
+def read_extent(
+    reader: SegmentReader, extent: Sequence[TensorChunk], scratch: Bytes, *, verify: bool = True
+) -> list[Bytes]:
+    """The stored bytes of neighboring chunks, in one read: slices of `scratch`, all of them verified.
+
+    Args:
+        extent: one of `extents`, of a limit that is `SLACK` below the length of `scratch`.
+
+    Raises:
+        CorruptSegmentError: a checksum differs; names segment and tensor.
+        StorageError: the medium failed.
+    """
+    first = extent[0].chunk.offset // BLOCK * BLOCK
+    _read_job(reader, extent, scratch, first, verify or not reader.source.held, None)()
+    places = [(piece.chunk.offset - first, piece.chunk.length) for piece in extent]
+    return [scratch[at : at + length] for at, length in places]
 
 
 def placing_jobs(

@@ -14,10 +14,21 @@ from typing import Any, Final
 from ckptstore.errors import FormatError
 from ckptstore.formats.history.members import MAX_INT
 
-__all__ = ["WIDTH", "digest_column", "hash_column", "numbers", "read_digests", "read_hashes", "read_known_hashes"]
+__all__ = [
+    "WIDTH",
+    "cell",
+    "digest_column",
+    "hash_column",
+    "known_hashes",
+    "numbers",
+    "optional_hashes",
+    "read_digests",
+    "read_known_hashes",
+]
 
 WIDTH: Final = 16
 _NONE: Final = "-" * WIDTH
+_SHORT: Final = 8
 _CELL = re.compile(r"[0-9a-f]{16}")
 _KNOWN = re.compile(r"[0-9a-f]*")
 _COLUMN = re.compile(r"(?:[0-9a-f]{16}|-{16})*")
@@ -48,14 +59,25 @@ def digest_column(digests: Iterable[int | None]) -> str:
     return "".join(_NONE if digest is None else f"{digest:0{WIDTH}x}" for digest in digests)
 
 
-def read_hashes(value: Any, count: int, what: str) -> list[str | None]:
-    """Return the `count` hashes of a column. Raises `FormatError`, which names `what`, for anything else."""
-    return [None if cell == _NONE else cell for cell in _cells(value, count, what, _COLUMN)]
+def optional_hashes(value: Any, count: int, what: str) -> str:
+    """Return a column of `count` hashes or dashes. Raises `FormatError`, which names `what`, for anything else."""
+    return _column(value, count, what, _COLUMN)
+
+
+def known_hashes(value: Any, count: int, what: str) -> str:
+    """Return a column of `count` hashes, none missing. Raises `FormatError`, which names `what`, for anything else."""
+    return _column(value, count, what, _KNOWN)
+
+
+def cell(column: str, place: int) -> str | None:
+    """Return one hash of a column; None if it is missing."""
+    found = column[WIDTH * place : WIDTH * place + WIDTH]
+    return None if found == _NONE else found
 
 
 def read_known_hashes(value: Any, count: int, what: str) -> list[str]:
-    """Return the `count` hashes of a column without missing ones. Raises `FormatError`, which names `what`."""
-    return _cells(value, count, what, _KNOWN)
+    """Return the hashes of a column without missing ones. Raises `FormatError`, which names `what`."""
+    return _cells(known_hashes(value, count, what))
 
 
 def read_digests(columns: dict[str, Any], count: int, where: str) -> list[int | None]:
@@ -66,8 +88,8 @@ def read_digests(columns: dict[str, Any], count: int, where: str) -> list[int | 
     """
     if "digests" not in columns:
         return [None] * count
-    value, what = columns.pop("digests"), f"{where}: digests"
-    return [None if cell == _NONE else int(cell, 16) for cell in _cells(value, count, what, _COLUMN)]
+    column = optional_hashes(columns.pop("digests"), count, f"{where}: digests")
+    return [None if found == _NONE else int(found, 16) for found in _cells(column)]
 
 
 def numbers(value: Any, what: str, count: int | None = None, limit: int = MAX_INT) -> tuple[int, ...]:
@@ -84,15 +106,24 @@ def numbers(value: Any, what: str, count: int | None = None, limit: int = MAX_IN
     """
     if type(value) is not list or (count is not None and len(value) != count):
         raise FormatError(f"{what}: not an array of {'numbers' if count is None else f'{count} numbers'}")
-    for number in value:  # a loop: shapes are short, and a generator would take twice as long
-        if type(number) is not int or not 0 <= number <= limit:
-            raise FormatError(f"{what}: something other than numbers from 0 to {limit}")
+    if len(value) > _SHORT:  # three passes without a step of Python for each number
+        wrong = set(map(type, value)) != {int} or min(value) < 0 or max(value) > limit
+    else:  # a loop: a generator would take twice as long
+        wrong = False
+        for number in value:
+            wrong = wrong or type(number) is not int or not 0 <= number <= limit
+    if wrong:
+        raise FormatError(f"{what}: something other than numbers from 0 to {limit}")
     return tuple(value)
 
 
-def _cells(value: Any, count: int, what: str, pattern: re.Pattern[str]) -> list[str]:
+def _column(value: Any, count: int, what: str, pattern: re.Pattern[str]) -> str:
     if not isinstance(value, str) or len(value) != WIDTH * count:
         raise FormatError(f"{what}: not a column of {count} times {WIDTH} hex digits")
     if pattern.fullmatch(value) is None:
         raise FormatError(f"{what}: something other than hex digits in a column")
-    return [value[start : start + WIDTH] for start in range(0, len(value), WIDTH)]
+    return value
+
+
+def _cells(column: str) -> list[str]:
+    return [column[start : start + WIDTH] for start in range(0, len(column), WIDTH)]

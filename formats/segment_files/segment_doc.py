@@ -13,12 +13,13 @@ from typing import Any, Final
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import dtypes, jsontext
-from ckptstore.formats.checksums import tensor_hash
+from ckptstore.formats.checksums import chunk_hash, tensor_hash
 from ckptstore.formats.history.members import Members
 from ckptstore.formats.history.records import CheckpointId
 from ckptstore.formats.segment_files.segment_steps import StepEncoding, read_parents, read_steps, step_columns
 
 __all__ = [
+    "HASH_OF_NOTHING",
     "KNOWN_INCOMPAT",
     "LENGTH",
     "MAX_DOC_DEPTH",
@@ -35,6 +36,8 @@ __all__ = [
     "with_extra",
 ]
 
+HASH_OF_NOTHING: Final = chunk_hash(b"")
+"""The hash of a chunk without stored bytes."""
 VERSION: Final = 1
 """Version of the segment format; any other version is refused."""
 KNOWN_INCOMPAT: Final[frozenset[str]] = frozenset()

@@ -10,23 +10,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, islice
 from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.checksums import chunk_hash
 from ckptstore.formats.history.members import Members, natural
-from ckptstore.formats.segment_files.layout import TensorSpec, chunk_count, chunk_extents, spec_of
+from ckptstore.formats.segment_files.layout import TensorSpec, chunk_extents, spec_of
 from ckptstore.formats.segment_files.segment_columns import (
     digest_column,
     hash_column,
+    known_hashes,
     numbers,
-    read_digests,
-    read_hashes,
-    read_known_hashes,
+    optional_hashes,
 )
-from ckptstore.formats.segment_files.segment_doc import RAW, Chunk, SegmentDoc, TensorEntry, read_trees, with_extra
+from ckptstore.formats.segment_files.segment_doc import (
+    HASH_OF_NOTHING,
+    RAW,
+    Chunk,
+    SegmentDoc,
+    TensorEntry,
+    read_trees,
+    with_extra,
+)
+from ckptstore.formats.segment_files.step_tensors import (
+    EntryColumns,
+    Numbers,
+    SpecTable,
+    StepTensors,
+    chunk_counts,
+    logical_lengths,
+)
 
 __all__ = ["MAX_CHUNKS", "MAX_ENTRIES", "index_members", "read_index", "uses_of"]
 
@@ -34,8 +50,8 @@ MAX_ENTRIES: Final = 1 << 20
 MAX_CHUNKS: Final = 1 << 20
 """Maximum entries and chunks of one packed segment. They bound what a hostile index can make a reader allocate."""
 
-_Row = TypeVar("_Row")
-_HASH_OF_NOTHING: Final = chunk_hash(b"")
+_Table = TypeVar("_Table")
+_ABSENT: Final = object()
 
 
 def index_members(doc: SegmentDoc, payload: int, header_size: int) -> dict[str, Any]:
@@ -91,19 +107,16 @@ def read_index(doc: SegmentDoc, index: Members, payload: int, header_size: int, 
     counts = numbers(columns.pop("counts", None), f"{where}: counts", len(doc.steps))
     if sum(counts) > MAX_ENTRIES:
         raise FormatError(f"{where}: {sum(counts)} entries, at most {MAX_ENTRIES} are allowed")
-    specs = _picked(columns, "tensors", "tensor", sum(counts), _read_spec, where)
-    codecs = _picked(columns, "codecs", "codec", sum(counts), _read_codec, where)
-    chunks = _read_chunks(columns, specs, codecs, (header_size, payload), where)
-    digests = read_digests(columns, sum(counts), where)
-    entries = (
-        TensorEntry(spec.name, spec.dtype, spec.shape, own, codec, params, spec.global_shape, spec.offset, digest)
-        for spec, (codec, params), own, digest in zip(specs, codecs, chunks, digests, strict=True)
-    )
-    tensors: dict[int, dict[str, TensorEntry]] = {}
+    table, tensor = _picked(columns, "tensors", "tensor", sum(counts), _read_specs, where)
+    codecs, codec = _picked(columns, "codecs", "codec", sum(counts), _read_codecs, where)
+    found = _read_chunks(columns, table, tensor, codecs, codec, (header_size, payload), where)
+    tensors: dict[int, StepTensors] = {}
+    start = 0
     for step, count in zip(doc.steps, counts, strict=True):
-        tensors[step] = {entry.name: entry for entry in islice(entries, count)}
-        if len(tensors[step]) != count:
+        tensors[step] = StepTensors(found, start, count)
+        if len(tensors[step].rows.places) != count:
             raise FormatError(f"{where}: a tensor twice in step {step}")
+        start += count
     return replace(doc, trees=trees, tensors=tensors, extra={**doc.extra, **columns})
 
 
@@ -141,7 +154,7 @@ def _described(tensors: _RowTable, entry: TensorEntry) -> int:
     for chunk in entry.chunks:
         if not natural(chunk.length):
             raise FormatError(f"{what}: a chunk of {chunk.length} bytes")
-        if chunk.length == 0 and chunk.stored_hash != _HASH_OF_NOTHING:
+        if chunk.length == 0 and chunk.stored_hash != HASH_OF_NOTHING:
             raise FormatError(f"{what}: an empty chunk does not have the hash of zero bytes")
         if entry.codec == RAW and (chunk.length != chunk.logical or chunk.stored_hash != chunk.decoded_hash):
             raise FormatError(f"{what}: a raw chunk whose stored and decoded bytes differ")
@@ -173,14 +186,18 @@ def _check_end(end: int, payload: int, where: str) -> None:
 
 
 def _picked(
-    columns: dict[str, Any], table: str, column: str, count: int, read: Callable[[Any, str], _Row], where: str
-) -> list[_Row]:
-    """Remove `table` and `column` and return, for each of the `count` cells, the row of the table that it names."""
+    columns: dict[str, Any], table: str, column: str, count: int, read: Callable[[list[Any], str], _Table], where: str
+) -> tuple[_Table, Numbers]:
+    """Remove `table` and `column` -> the table, and for each of the `count` cells the row of it that the cell names."""
     found = columns.pop(table, None)
     if type(found) is not list:
         raise FormatError(f"{where}: {table} is not an array")
-    rows = [read(row, f"{where}: {table}") for row in found]
-    return [rows[place] for place in numbers(columns.pop(column, None), f"{where}: {column}", count, len(rows) - 1)]
+    rows = read(found, f"{where}: {table}")
+    return rows, np.array(numbers(columns.pop(column, None), f"{where}: {column}", count, len(found) - 1), np.int64)
+
+
+def _read_specs(rows: list[Any], what: str) -> SpecTable:
+    return SpecTable.of(rows, lambda row: _read_spec(row, what))
 
 
 def _read_spec(row: Any, what: str) -> TensorSpec:
@@ -190,6 +207,10 @@ def _read_spec(row: Any, what: str) -> TensorSpec:
         return TensorSpec(row[0], row[1], *(numbers(part, "shape or offset") for part in row[2:]))
     except FormatError as error:
         raise FormatError(f"{what}: tensor {row[0]!r:.200}: {error}") from error
+
+
+def _read_codecs(rows: list[Any], what: str) -> list[tuple[str, dict[str, Any]]]:
+    return [_read_codec(row, what) for row in rows]
 
 
 def _read_codec(row: Any, what: str) -> tuple[str, dict[str, Any]]:
@@ -206,36 +227,55 @@ def _read_params(value: Any, what: str) -> dict[str, Any]:
 
 def _read_chunks(
     columns: dict[str, Any],
-    specs: Sequence[TensorSpec],
-    codecs: Sequence[tuple[str, dict[str, Any]]],
+    table: SpecTable,
+    tensor: Numbers,
+    codecs: Sequence[tuple[str, Mapping[str, Any]]],
+    codec: Numbers,
     extent: tuple[int, int],
     where: str,
-) -> list[tuple[Chunk, ...]]:
-    """Remove the chunk columns and return the chunks of each entry. `extent` is (offset, length) of the payload."""
+) -> EntryColumns:
+    """Remove the columns of chunks and digests and return those of the entries. `extent`: offset, length of payload."""
     # Count before allocating: a hostile file can state any shape.
-    counts = [chunk_count(spec.nbytes) for spec in specs]
-    total = sum(counts)
+    nbytes = table.nbytes[tensor]
+    counts = chunk_counts(nbytes)
+    total = int(counts.sum())
     if total > MAX_CHUNKS:
         raise FormatError(f"{where}: {total} chunks, at most {MAX_CHUNKS} are allowed")
     lengths = numbers(columns.pop("length", None), f"{where}: length", total)
     _check_end(sum(lengths), extent[1], where)
-    filled = sum(1 for length in lengths if length)
-    stored = iter(read_known_hashes(columns.pop("stored", None), filled, f"{where}: stored"))
-    encoded = sum(count for count, (codec, _) in zip(counts, codecs, strict=True) if codec != RAW)
-    decoded = iter(read_hashes(columns.pop("decoded", None), encoded, f"{where}: decoded"))
-    rows = zip(accumulate(lengths, initial=extent[0]), lengths, strict=False)  # the last sum is the end of the payload
-    found = []
-    for spec, (codec, _) in zip(specs, codecs, strict=True):
-        own = []
-        for _, logical in chunk_extents(spec.nbytes):
-            offset, length = next(rows)
-            hashed = next(stored) if length else _HASH_OF_NOTHING
-            if codec != RAW:
-                own.append(Chunk(offset, length, logical, hashed, next(decoded)))
-            elif length == logical:
-                own.append(Chunk(offset, length, logical, hashed, hashed))
-            else:
-                what = f"{where}: tensor {spec.name!r:.200}"
-                raise CorruptSegmentError(f"{what}: {length} raw bytes of a chunk of {logical}")
-        found.append(tuple(own))
+    length = np.array(lengths, np.int64)
+    filled = length > 0
+    stored = known_hashes(columns.pop("stored", None), int(filled.sum()), f"{where}: stored")
+    raw = np.array([name == RAW for name, _ in codecs], bool)[codec]
+    coded = np.repeat(~raw, counts)
+    decoded = optional_hashes(columns.pop("decoded", None), int(coded.sum()), f"{where}: decoded")
+    first = _starts(counts)
+    wrong = ~coded & (length != logical_lengths(nbytes))
+    if wrong.any():
+        chunk = int(wrong.argmax())
+        place = int(first.searchsorted(chunk, "right")) - 1
+        what = f"{where}: tensor {table.specs[tensor.item(place)].name!r:.200}"
+        logical = int(logical_lengths(nbytes)[chunk])
+        raise CorruptSegmentError(f"{what}: {lengths[chunk]} raw bytes of a chunk of {logical}")
+    digests = columns.pop("digests", _ABSENT)
+    return EntryColumns(
+        table,
+        tensor,
+        codecs,
+        codec,
+        first,
+        _starts(length) + extent[0],
+        length,
+        stored,
+        _starts(filled),
+        decoded,
+        _starts(coded),
+        None if digests is _ABSENT else optional_hashes(digests, len(tensor), f"{where}: digests"),
+    )
+
+
+def _starts(counts: Numbers | npt.NDArray[np.bool_]) -> Numbers:
+    """Return the sum of all counts before each place, and at the end the sum of all."""
+    found = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=found[1:])
     return found

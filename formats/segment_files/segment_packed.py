@@ -170,4 +170,4 @@ def _decompressed(pointer: Members, stored: bytes, where: str) -> Any:
         found = zstandard.ZstdDecompressor().decompress(stored, max_output_size=decoded, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError(f"{where}: {error}") from error
-    return jsontext.loads(found, what=where, max_bytes=INDEX_LIMIT, max_depth=MAX_DOC_DEPTH)
+    return jsontext.loads(found, what=where, max_bytes=INDEX_LIMIT, max_depth=MAX_DOC_DEPTH, shared=True)

@@ -9,13 +9,17 @@ chunks are the payload. The entries of the other tensors have no bytes; they nam
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import optim
 from ckptstore.formats.segment_files.layout import CHUNK
 from ckptstore.formats.segment_files.segment_doc import TensorEntry
+from ckptstore.formats.segment_files.step_tensors import StepTensors
 
 __all__ = ["STEP", "StepGroup", "follower_params", "groups_of"]
 
@@ -31,21 +35,21 @@ class StepGroup:
         encoding: how the payload was made.
         rule: the step's arithmetic.
         members: for each parameter, the names of its slots in the order of ``rule.slots``.
+        names: names of all tensors of the group.
     """
 
     encoding: optim.Encoding
     rule: optim.Rule
     members: tuple[tuple[str, ...], ...]
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(name for member in self.members for name in member))
 
     @property
     def leader(self) -> str:
         """Name of the tensor whose chunks are the payload."""
         return self.members[0][0]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors of the group."""
-        return tuple(name for member in self.members for name in member)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -70,6 +74,10 @@ def groups_of(tensors: Mapping[str, TensorEntry], where: str) -> list[StepGroup]
         FormatError: invalid parameters, or ones that this version does not know.
         CorruptSegmentError: a group is incomplete, or its tensors do not fit together; the error names one of them.
     """
+    if isinstance(tensors, StepTensors) and isinstance(checked := tensors.rows.groups, _CheckedGroups):
+        again = checked.again(tensors, where)
+        if again is not None:
+            return again
     found = [
         _read(tensor, where) for tensor in tensors.values() if tensor.codec == STEP and "leader" not in tensor.params
     ]
@@ -83,27 +91,86 @@ def groups_of(tensors: Mapping[str, TensorEntry], where: str) -> list[StepGroup]
     for name, tensor in tensors.items():
         if tensor.codec == STEP and name not in leaders:
             raise CorruptSegmentError(f"{where}: tensor {name!r}: its group {tensor.params.get('leader')!r} is missing")
+    if isinstance(tensors, StepTensors):
+        tensors.rows.groups = _CheckedGroups.of(tensors, found)
     return found
 
 
-def _read(leader: TensorEntry, where: str) -> StepGroup:
+@dataclass(frozen=True, slots=True, eq=False)
+class _CheckedGroups:
+    """The groups of a step, which were checked. A step of the same tensors with the same groups needs no more checks.
+
+    Attributes:
+        roles: for each entry what its codec and parameters make of it (`_roles`).
+        followers: whether each entry is a tensor of a group other than its leader.
+        groups: the groups, each with its ``members`` as they are in the parameters.
+    """
+
+    roles: list[str | bool | None]
+    followers: npt.NDArray[np.bool_]
+    groups: list[tuple[StepGroup, Any]]
+
+    @classmethod
+    def of(cls, tensors: StepTensors, groups: Sequence[StepGroup]) -> _CheckedGroups:
+        """Remember `groups`, all that `tensors` has."""
+        roles = _roles(tensors)
+        followers = np.array([type(role) is str for role in roles], bool)
+        return cls(roles, followers, [(group, tensors[group.leader].params["members"]) for group in groups])
+
+    def again(self, tensors: StepTensors, where: str) -> list[StepGroup] | None:
+        """The groups of another step of the same tensors; None: it needs all checks.
+
+        Raises:
+            FormatError: as `groups_of`.
+        """
+        if _roles(tensors) != self.roles or tensors.stored_chunks[self.followers].any():
+            return None
+        leaders = [(tensors[group.leader], group, members) for group, members in self.groups]
+        if any(leader.params.get("members") != members for leader, _, members in leaders):
+            return None
+        return [_read(leader, where, group.members) for leader, group, _ in leaders]
+
+
+def _roles(tensors: StepTensors) -> list[str | bool | None]:
+    """Return of each entry its leader's name, if it follows one; True if it leads; False if it is in no group.
+
+    None if it has other parameters than these: no step that has passed the checks has such an entry.
+    """
+    rows = [_role(codec, params) for codec, params in tensors.columns.codecs]
+    own = slice(tensors.start, tensors.start + len(tensors))
+    return [rows[row] for row in tensors.columns.codec[own].tolist()]
+
+
+def _role(codec: str, params: Mapping[str, Any]) -> str | bool | None:
+    if codec != STEP or "leader" not in params:
+        return codec == STEP
+    name = params["leader"]
+    return name if type(name) is str and len(params) == 1 else None
+
+
+def _read(leader: TensorEntry, where: str, known: tuple[tuple[str, ...], ...] | None = None) -> StepGroup:
+    """Read the group of a leader. `known`: its members, if the same ones were read before."""
     what = f"{where}: tensor {leader.name!r}"
     params = leader.params
     encoding, rule, members = params.get("encoding"), params.get("rule"), params.get("members")
     if params.keys() != {"encoding", "rule", "members"} or encoding not in _ENCODINGS or not isinstance(rule, Mapping):
         raise FormatError(f"{what}: parameters of an unknown optimizer step")
-    if not _is_table(members) or not members or members[0][0] != leader.name:
+    if known is None and (not _is_table(members) or not members or members[0][0] != leader.name):
         raise FormatError(f"{what}: not the names of a group's tensors")
     try:
-        known = optim.rule(rule)
+        arithmetic = optim.rule(rule)
         if encoding in optim.SCALED:
-            optim.scaled.check(known)
+            optim.scaled.check(arithmetic)
     except FormatError as error:
         raise type(error)(f"{what}: {error}") from error
-    group = StepGroup(cast("optim.Encoding", encoding), known, tuple(tuple(member) for member in members))
-    if any(len(member) != len(known.slots) for member in group.members):
-        raise FormatError(f"{what}: a parameter has the slots {', '.join(known.slots)}")
+    group = StepGroup(cast("optim.Encoding", encoding), arithmetic, known or _as_tuples(members))
+    if any(len(member) != len(arithmetic.slots) for member in group.members):
+        raise FormatError(f"{what}: a parameter has the slots {', '.join(arithmetic.slots)}")
     return group
+
+
+def _as_tuples(members: Any) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(member) for member in members)
 
 
 def _is_table(members: object) -> bool:

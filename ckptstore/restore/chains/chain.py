@@ -47,7 +47,7 @@ class Chain:
             of the links.
     """
 
-    links: tuple[TensorLink, ...]
+    links: Sequence[TensorLink]
     master: Chain | None = None
     program: Program | None = None
 
@@ -62,7 +62,7 @@ class Chain:
         return len(self.links) == 1 and self.tensor.codec == RAW
 
     @property
-    def sources(self) -> tuple[TensorLink, ...]:
+    def sources(self) -> Sequence[TensorLink]:
         """Every link that restoring it reads, including those of tensors restored with it, and its master's."""
         own = self.links if self.program is None else self.program.links
         return own if self.master is None else (*self.master.sources, *own)

@@ -8,7 +8,7 @@ from functools import cached_property
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import checksums, codecs
 from ckptstore.formats.codecs import Codec
-from ckptstore.formats.segment_files.segment import TensorEntry
+from ckptstore.formats.segment_files.segment import RAW, TensorEntry
 from ckptstore.formats.segment_files.step_codec import StepGroup
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.segment_reader import SegmentReader, read_chunk
@@ -43,6 +43,8 @@ class TensorLink:
     @property
     def base_ratio(self) -> int:
         """Bytes of a base for each byte of the tensor: 0 for a self-contained link, 2 for a copy of a master."""
+        if self.tensor.codec == RAW:  # of many thousand tensors
+            return 0
         return 1 if self.group is not None else self.codec.base_ratio
 
     @property

@@ -20,10 +20,13 @@ import numpy as np
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import dtypes, kernel_choice, optim
 from ckptstore.formats.segment_files.layout import CHUNK, chunk_count
+from ckptstore.formats.segment_files.segment import RAW
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.cancellable_calls import current_scope, in_scope
 from ckptstore.host.pages import BLOCK
 from ckptstore.restore.chains.chain_link import TensorLink, apply_link, check_decoded, read_payload, wrong
+from ckptstore.restore.chains.held_tensors import Held
+from ckptstore.segments.segment_reader import extents, read_extent
 
 __all__ = ["Cell", "KeptBytes", "Program", "ReplayStage", "take_step"]
 
@@ -54,17 +57,21 @@ class ReplayStage:
     Attributes:
         cells: what it changes, and all that it needs: the link's cell, or the group's in the order of its names.
         links: the link; or the leaders of the steps, in the order of the steps.
-        followers: for each step the links of all tensors of the group, to be compared after an error.
+        followers: for each step the tensors of its encoding; those of the group are compared after an error.
     """
 
     cells: tuple[Cell, ...]
     links: tuple[TensorLink, ...]
-    followers: tuple[tuple[TensorLink, ...], ...] = ()
+    followers: tuple[Held, ...] = ()
 
     @property
     def steps(self) -> bool:
         """Whether it takes steps, instead of applying a link."""
         return self.links[0].group is not None
+
+    def followed(self) -> Iterator[TensorLink]:
+        """The links of all tensors of the group, step by step."""
+        return (held[cell.name] for held in self.followers for cell in self.cells)
 
 
 class KeptBytes:
@@ -113,6 +120,7 @@ class Program:
         self.cells = tuple(dict.fromkeys(cell for stage in stages for cell in stage.cells))
         self.chunks = chunk_count(self.cells[0].nbytes)  # the same for all: `groups_of` has rejected other groups
         self._allowance = KeptBytes() if allowance is None else allowance
+        self._raw, self._others = _divided(stages) if self.chunks == 1 else ((), stages)
         self._lock = threading.Lock()
         self._results_kept: dict[tuple[str, int], Bytes] = {}
 
@@ -124,11 +132,7 @@ class Program:
     @property
     def links(self) -> tuple[TensorLink, ...]:
         """Every link that it applies; of a step's links only the leaders have bytes."""
-        return tuple(
-            link
-            for stage in self.stages
-            for link in (stage.links if not stage.steps else (one for step in stage.followers for one in step))
-        )
+        return tuple(link for stage in self.stages for link in (stage.followed() if stage.steps else stage.links))
 
     def nbytes(self, index: int) -> int:
         """Logical bytes of chunk `index` of all of its tensors."""
@@ -159,7 +163,9 @@ class Program:
                 memory[cell] = aligned(_length(cell, index))
 
         def work() -> None:
-            for stage in self.stages:
+            if self._raw:
+                _read_raw(self._raw, memory, scratch[0], verify)
+            for stage in self._others:
                 _run(stage, index, memory, scratch, prefetch, verify)
             for name, out in outs.items():
                 check_decoded(self.results[name][1], index, out, verify=verify)
@@ -199,8 +205,8 @@ class Program:
         for stage in self.stages:
             for number, link in enumerate(stage.links):
                 _run(ReplayStage(stage.cells, (link,)), index, memory, scratch, None, True)
-                checked = stage.followers[number] if stage.steps else stage.links
-                for cell, compared in zip(stage.cells, checked, strict=True):
+                for cell in stage.cells:
+                    compared = stage.followers[number][cell.name] if stage.steps else link
                     try:
                         check_decoded(compared, index, memory[cell], verify=True)
                     except CorruptSegmentError as error:
@@ -227,6 +233,31 @@ def take_step(
 
 
 # -- execution
+
+
+def _divided(stages: Sequence[ReplayStage]) -> tuple[tuple[ReplayStage, ...], tuple[ReplayStage, ...]]:
+    """The stages with which uncompressed tensors begin, which are read together before all else, and the others."""
+    raw: list[ReplayStage] = []
+    others: list[ReplayStage] = []
+    touched: set[Cell] = set()
+    for stage in stages:
+        if stage.links[0].tensor.codec == RAW and stage.cells[0] not in touched:
+            raw.append(stage)
+        else:
+            others.append(stage)
+            touched.update(stage.cells)
+    return tuple(raw), tuple(others)
+
+
+def _read_raw(stages: Sequence[ReplayStage], memory: Mapping[Cell, Bytes], scratch: Bytes, verify: bool) -> None:
+    """Read uncompressed tensors of one chunk, neighbors at once: most small ones are side by side in a segment."""
+    cells = {id(stage.links[0].tensor): stage.cells[0] for stage in stages}
+    readers = {id(stage.links[0].reader): stage.links[0].reader for stage in stages}
+    for key, reader in readers.items():
+        tensors = [stage.links[0].tensor for stage in stages if id(stage.links[0].reader) == key]
+        for extent in extents(tensors, len(scratch) - SLACK):
+            for piece, data in zip(extent, read_extent(reader, extent, scratch, verify=verify), strict=True):
+                memory[cells[id(piece.tensor)]][:] = data
 
 
 def _length(cell: Cell, index: int) -> int:
