@@ -89,11 +89,11 @@ def test_no_memory_for_a_copy_of_a_full(tmp_path: Path, monkeypatch: pytest.Monk
     store = ckptstore.open(tmp_path / "store", create=True)
     copy, fail = SnapshotPool.copy, threading.Event()
 
-    def failing(self: SnapshotPool, flat: Any, *how: Any, queued: bool = False) -> Any:
+    def failing(self: SnapshotPool, flat: Any, *how: Any, queued: bool = False, without: Any = ()) -> Any:
         # The copies that save_async takes are queued; the copy of a full is not.
         if fail.is_set() and not queued and flat.tree is not None:
             raise MemoryError
-        return copy(self, flat, *how, queued=queued)
+        return copy(self, flat, *how, queued=queued, without=without)
 
     monkeypatch.setattr(SnapshotPool, "copy", failing)
     with store.writer(deltas=DeltaOptions(interval=2), diffs=DiffOptions(full_every=2)) as writer:
