@@ -159,7 +159,7 @@ def _figure(found: Sequence[Cost]) -> Figure:
 
 def frequency(asked: Asked) -> Result:
     """Exp. 4."""
-    ours = ("topk-replica", "topk-agent", "dense-replica", "layer-host", "full-agent")
+    ours = ("topk-replica", "topk-agent", "dense-replica", "full-agent")
     ways = [(name, 1) for name in (*ours, "gemini", "checkfreq", "naive-topk", "torch.save")]
     found = [one for one in shared(asked, _shape(asked), ways, _turns(asked), slow=SLOW) if not one.absent]
     intervals = {one.case.strategy: one.interval(BOUND) for one in found}
@@ -170,7 +170,7 @@ def frequency(asked: Asked) -> Result:
         )
         for one in found
     ]
-    claimed = ("topk-replica", "dense-replica", "layer-host")
+    claimed = ("topk-replica", "dense-replica")  # LowDiff+ (S) keeps the state in the saver's memory
     each = all(intervals[name] == 1 for name in claimed)
     return Result(
         tables=[

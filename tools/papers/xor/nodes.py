@@ -68,7 +68,7 @@ def run(asked: Asked) -> Result:
             Claim(
                 "compressing takes a negligible time beside what it saves (Fig. 5)",
                 "negligible",
-                ", ".join(f"{row[0]}: {row[5] / max(1e-9, row[3] - row[4]):.2f} of the saved time" for row in rows),
+                ", ".join(f"{row[0]}: {_part(row[5], row[3] - row[4])}" for row in rows),
                 all(row[5] < 0.1 * (row[3] - row[4]) for row in rows),
                 "four nodes share two cores here, and compressing includes making the checkpoint durable. On one core "
                 "it pays if the codec is faster than link / (1 - 1 / ratio) (docs/codecs.md)",
@@ -105,6 +105,11 @@ def run(asked: Asked) -> Result:
         settings={"nodes": NODES, "rates_bit_per_s": list(rates), "copies": copies},
         numbers={f"{rate:g}": nodes for rate, nodes in said.items()},
     )
+
+
+def _part(spent: float, saved: float) -> str:
+    """Seconds of compressing beside what they save."""
+    return f"{spent / saved:.2f} of the saved time" if saved > 0 else "it saves no time"
 
 
 def _ring(asked: Asked, rate: float) -> list[dict[str, Any]]:
