@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ ADAMS: dict[str, Callable[[Any], Any]] = {
     "for-loop": lambda ones: torch.optim.AdamW(ones, lr=1e-2, foreach=False),
     "fused": lambda ones: torch.optim.AdamW(ones, lr=1e-2, fused=True),
     "amsgrad": lambda ones: torch.optim.Adam(ones, lr=1e-2, amsgrad=True, weight_decay=0.01),
-    "SGD": lambda ones: torch.optim.SGD(ones, lr=1e-2, momentum=0.9, nesterov=True),
+    "SGD": lambda ones: torch.optim.SGD(ones, lr=1e-2, momentum=0.9),
 }
 
 
@@ -167,6 +168,16 @@ def test_34_bits_of_a_parameter_leave_a_device(tmp_path: Path, optimizer: str) -
         assert all(one.sent_whole is None for one in found[1:])
         assert found[-1].resent == 0  # fused kernels compute the last numbers of tensors with other instructions
         assert all(bits(one) <= 34 for one in found[WARM:])
+
+
+def test_gradients_to_which_the_optimizer_adds_its_momentum_are_not_sent(tmp_path: Path) -> None:
+    """SGD's foreach form does that with Nesterov's momentum, in place; its form for one tensor does not."""
+    with strictly():
+        for foreach in (True, False):
+            made = partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, foreach=foreach)
+            found = trained(tmp_path / str(foreach), made)
+            assert [one.resent for one in found] == [0] * STEPS
+            assert ("has changed since" in (found[-1].sent_whole or "")) is foreach
 
 
 def test_the_bus_carries_what_the_metrics_say(tmp_path: Path) -> None:

@@ -402,15 +402,20 @@ def _wait_for(waits: list[Callable[[], None]], *_: Any) -> None:
 def _carrying(noted: NotedStep, optimizer: torch.optim.Optimizer) -> NotedStep:
     """The note of a step with the gradients on devices, and how often torch has counted changes of them."""
     found, still = {}, set()
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    for number, parameter in enumerate(parameters):
+    parameters = [(one, _keeps_gradients(group)) for group in optimizer.param_groups for one in group["params"]]
+    for number, (parameter, kept) in enumerate(parameters):
         gradient = parameter.grad
         if gradient is None:
             still.add(number)
-        elif gradient.is_cuda:
+        elif gradient.is_cuda and kept:
             found[parameter] = gradient, counted_changes(gradient)
     # An optimizer in backward frees the gradients with its step: then they say nothing.
     return replace(noted, carried=found, still=still) if found else noted
+
+
+def _keeps_gradients(group: Mapping[str, Any]) -> bool:
+    """Whether gradients are after a step what it consumed. SGD's foreach form adds Nesterov's momentum in place."""
+    return not group.get("nesterov") or bool(group.get("fused")) or group.get("foreach") is False
 
 
 def _now(row: ParameterRow, noted: NotedStep) -> TorchSource | None:
