@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 __all__ = ["LONG", "in_turn", "long_only", "short_or"]
 
+_T = TypeVar("_T")
 LONG = os.environ.get("CKPTSTORE_TESTS") == "long"
 
 long_only = pytest.mark.skipif(not LONG, reason="the long form: CKPTSTORE_TESTS=long, or make test-long")
 """Marks tests that CI leaves out because shorter tests cover the same kind of case."""
 
 
-def short_or(short: int, long: int) -> int:
-    """The number of cases to try: in CI, or in the long form."""
+def short_or(short: _T, long: _T) -> _T:
+    """The cases to try, or their number: in CI, or in the long form."""
     return long if LONG else short
 
 
