@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, cast
 
 from ckptstore import agent
-from ckptstore.errors import UsageError
 from ckptstore.store import Store
 from ckptstore.training import strategies
 from ckptstore.training.capture.script_state import ScriptState
@@ -124,8 +123,6 @@ def _writer_options(
     settings: SaveSettings, captured: ScriptState, strategy: Strategy, group: Group | None
 ) -> dict[str, Any]:
     """The options of `Store.writer`. Raises `UsageError`."""
-    if settings.recompute and group is not None:
-        raise UsageError("recompute: not with ranks that save together, where each copies its own share")
     found = strategies.writer_options(
         strategy,
         settings.full_every,

@@ -17,11 +17,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
-from ckptstore import DiffOptions  # noqa: E402
-from ckptstore.errors import StorageError  # noqa: E402
+from ckptstore import DiffOptions, agent  # noqa: E402
+from ckptstore.errors import StorageError, UsageError  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.training import Checkpointer, OptimizerStep, clip_factor  # noqa: E402
 from ckptstore.training.optimizers.optimizer_tracker import OptimizerTracker  # noqa: E402
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
 from ckptstore.write.saves.save_metrics import SaveMetrics  # noqa: E402
 from ckptstore.write.steps.recomputed_steps import Recomputing  # noqa: E402
 from ckptstore.write.steps.resident_step import ResidentStep  # noqa: E402
@@ -366,3 +367,27 @@ def test_a_writer_and_bf16_gradients_that_are_given(tmp_path: Path) -> None:
         assert [one.resent for one in found[2:]] == [0] * (STEPS - 2)
         assert all(8 * one.from_device / 320**2 <= 18 for one in found[2:])
         assert found[-1].stored * 8 / 320**2 < 16  # the gradient was stored
+
+
+def test_where_nothing_is_computed_again_the_option_is_an_error(tmp_path: Path) -> None:
+    """Before a term is opened: nothing ignores it."""
+    asked = DiffOptions(recompute=True)
+    store = ckptstore.open(tmp_path / "run", create=True)
+    with pytest.raises(UsageError, match="recompute: not with an agent"):
+        agent.writer(store, diffs=asked)
+    with pytest.raises(UsageError, match="recompute: not with ranks"):
+        store.writer(diffs=asked, group=Group(0, 1, LocalMailbox()))
+    with pytest.raises(UsageError, match="recompute"):
+        store.writer(diffs=asked, memory=1 << 26)
+    with pytest.raises(UsageError, match="recompute"):
+        DiffOptions(recompute=True, accumulate="sum")
+    model = torch.nn.Linear(2, 2)
+    for options in ({"strategy": "full"}, {"strategy": "gradient", "agent": True}):
+        with (
+            pytest.raises(UsageError, match="recompute"),
+            Checkpointer(
+                store, model=model, optimizer=torch.optim.Adam(model.parameters()), recompute=True, **options
+            ) as saving,
+        ):
+            saving.resume()
+    assert not store.terms()

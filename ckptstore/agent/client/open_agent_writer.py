@@ -125,13 +125,18 @@ def _options(settings: AgentSettings) -> WriterOptions:
     deltas = settings.get("deltas")
     if deltas is not None and not isinstance(deltas, DeltaOptions):
         deltas = DeltaOptions(interval=deltas)
+    diffs = settings.get("diffs")
+    if isinstance(diffs, DiffOptions) and diffs.recompute:
+        raise UsageError(
+            "recompute: not with an agent; strategy='replica' of a Checkpointer computes steps in the agent"
+        )
     return WriterOptions(
         settings.get("staging_bytes", DEFAULT_BUDGET),
         settings.get("threads", 2),
         settings.get("max_in_flight", 1),
         settings.get("poll_seconds", 5.0),
         deltas,
-        settings.get("diffs"),
+        diffs,
         None,
         settings.get("on_metrics"),
         settings.get("keep"),
