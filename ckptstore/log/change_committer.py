@@ -250,7 +250,7 @@ def _alive(host: str | None, pid: int | None, opened: float) -> WriterState:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended between the opening and the reading
         return "gone"
     except (OSError, ValueError, IndexError):
         return "unknown"

@@ -97,7 +97,7 @@ def alive(pid: int) -> bool:
     """Whether a process exists, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended between the opening and the reading
         return False
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ckptstore.agent import AgentRestartWarning  # noqa: E402
 from ckptstore.errors import AgentLostError, UsageError, WriterClosedError  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
+from tests.agent.lives import kill  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tools.kills import shim_kills  # noqa: E402
 from tools.warm import Warm  # noqa: E402
@@ -76,21 +76,6 @@ def uninterrupted(steps: int) -> str:
     return script.digest()
 
 
-def killed(pid: int) -> None:
-    """Kill an agent, and wait until it is gone."""
-    assert pid > 1
-    os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return
-        if state == "Z":
-            return
-        time.sleep(0.01)
-
-
 TRAINER = """
 import os, signal, sys
 from tests.training.test_checkpointer_agent import Script
@@ -112,7 +97,7 @@ def test_a_run_whose_trainer_is_killed_continues_bit_for_bit(tmp_path: Path, vic
     told = dict(line.split() for line in done.stdout.splitlines())
     assert told["from"] == "0"
     if victims == "both":
-        killed(int(told["agent"]))
+        kill(int(told["agent"]))
     script = Script(tmp_path / "run", strategy="gradient")
     with script.checkpointer:
         start = script.checkpointer.resume()
@@ -132,7 +117,7 @@ def test_training_continues_when_the_agent_dies_and_another_one_saves(tmp_path: 
         script.train()
         script.checkpointer.wait()
         first = script.agent_pid
-        killed(first)
+        kill(first)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
@@ -158,7 +143,7 @@ def test_the_last_step_is_saved_again_if_its_agent_dies_with_it(tmp_path: Path, 
             script.checkpointer.resume()
             script.train().result()
             pending = [script.train(), script.train()]  # they wait for their batch, in the agent's memory
-            killed(script.agent_pid)
+            kill(script.agent_pid)
             if not closing:
                 script.checkpointer.wait()
                 assert ckptstore.open(tmp_path / "run").latest_step() == 3
@@ -178,7 +163,7 @@ def test_a_step_whose_agent_died_is_not_saved_again_once_the_next_has_begun(tmp_
             script.checkpointer.resume()
             script.train().result()
             script.train()  # waits for its batch, in the agent's memory
-            killed(script.agent_pid)
+            kill(script.agent_pid)
             script.update()
             script.checkpointer.wait()
             assert ckptstore.open(tmp_path / "run").latest_step() == 1
@@ -217,7 +202,7 @@ def test_the_agent_of_one_of_many_ranks_is_not_replaced(tmp_path: Path) -> None:
     with script.checkpointer:
         assert script.checkpointer.resume() == 0
         script.train().result()
-        killed(script.agent_pid)
+        kill(script.agent_pid)
         with pytest.raises((AgentLostError, WriterClosedError)):
             script.train().result()
         with pytest.raises(WriterClosedError, match="open another writer on all of them"):

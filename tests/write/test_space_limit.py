@@ -31,7 +31,10 @@ CHAIN = DeltaOptions(interval=1)
 
 
 class Metered(Posix):
-    """The real system calls; after each that may take space, the store's segments and spare files are added up."""
+    """The real system calls; after each that may take space, the store's segments and spare files are added up.
+
+    No file changes its size or its place meanwhile: a segment that became a spare file would count twice.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,25 +42,44 @@ class Metered(Posix):
         self.most = 0
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        return self._measured(super().pwrite(fd, data, offset))
+        with self._lock:
+            result = super().pwrite(fd, data, offset)
+            self._measure()
+        return result
 
     def fallocate(self, fd: int, size: int) -> None:
-        super().fallocate(fd, size)
-        self._measured(0)
+        with self._lock:
+            super().fallocate(fd, size)
+            self._measure()
 
-    def _measured(self, result: int) -> int:
+    def ftruncate(self, fd: int, size: int) -> None:
+        with self._lock:
+            super().ftruncate(fd, size)
+
+    def rename_exclusive(self, source: str, target: str, dir_fd: int | None = None) -> None:
+        with self._lock:
+            super().rename_exclusive(source, target, dir_fd)
+
+    def replace(self, source: str, target: str, dir_fd: int | None = None) -> None:
+        with self._lock:
+            super().replace(source, target, dir_fd)
+
+    def rename_between(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
+        with self._lock:
+            super().rename_between(source, source_fd, target, target_fd)
+
+    def unlink(self, path: str, dir_fd: int | None = None) -> None:
+        with self._lock:
+            super().unlink(path, dir_fd)
+
+    def _measure(self) -> None:
         total = 0
         for place in ("seg", ".spare"):
             for path in (self._folder / place).rglob("*"):
-                try:
-                    found = os.lstat(path)
-                except FileNotFoundError:
-                    continue
+                found = os.lstat(path)
                 # Whole blocks of its length: the file system's own maps of long files are not counted.
                 total += min(found.st_blocks * 512, -(-found.st_size // 4096) * 4096) if path.suffix else 0
-        with self._lock:
-            self.most = max(self.most, total)
-        return result
+        self.most = max(self.most, total)
 
 
 class _MeteredMemory(MemoryBackend):
