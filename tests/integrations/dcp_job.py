@@ -31,7 +31,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptstore
+from ckptstore import DiffOptions
 from ckptstore.integrations.dcp import CkptstoreReader, CkptstoreWriter
+from ckptstore.training import OptimizerStep
 
 STEPS = 3
 PLACEMENTS: tuple[Any, ...] = ([Shard(0)], [Shard(1)], [Replicate()])
@@ -67,12 +69,13 @@ class Script:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.loss = 0.0
 
-    def train(self, step: int) -> None:
+    def train(self, step: int, *, zero_grad: bool = True) -> None:
         inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
         loss = self.model(inputs).square().mean()
         loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        if zero_grad:
+            self.optimizer.zero_grad()
         self.loss = float(loss)
 
     def state(self) -> dict[str, Any]:
@@ -147,6 +150,47 @@ def loaded(folder: Path) -> None:
         found = script.state()
         dcp.load(found, checkpoint_id=f"{folder}/saved/step-{step}", storage_reader=CkptstoreReader())
         same(whole(found["model"]), states[step - 1])
+
+
+def stepped(folder: Path) -> None:
+    """Step diffs of each rank's shards, by `dcp.save` and by `async_save`, whatever training does to the tensors."""
+    beside = dist.new_group(backend="gloo")
+    stored = []
+    for place, group in (("stepped", dist.group.WORLD), ("stepped-later", beside)):
+        script, states = Script(), {}
+        for step in range(1, STEPS + 2):
+            script.train(step, zero_grad=False)
+            updates = OptimizerStep(script.optimizer)
+            options: dict[str, Any] = {"diffs": DiffOptions(full_every=100), "group": group}
+            writer = CkptstoreWriter(folder / place, step, updates=updates, **options)
+            states[step] = whole(script.state()["model"])
+            if group is not beside:
+                dcp.save(script.state(), storage_writer=writer)
+            else:
+                pending: Any = dcp.async_save(script.state(), storage_writer=writer, process_group=group)
+                _disturbed(script.model, pending.result)
+            script.optimizer.zero_grad()
+        store = ckptstore.open(folder / place)
+        assert [one.kind for one in store.checkpoints()] == ["full", *["gradient"] * STEPS]
+        stored.append([one.stored for one in store.checkpoints()])
+        found = script.state()
+        for step, wanted in states.items():
+            dcp.load(found, storage_reader=CkptstoreReader(folder / place, step))
+            same(whole(found["model"]), wanted)
+    assert stored[0] == stored[1], "async_save did not find the updates, or not the gradients"
+
+
+@torch.no_grad()
+def _disturbed(model: nn.Module, wait: Callable[[], object]) -> None:
+    """Wait while parameters and gradients have other values."""
+    before = [one.clone() for one in model.parameters()]
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.fill_(7.0)
+        parameter.add_(1.0)
+    wait()
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        parameter.copy_(value)
 
 
 def placed(folder: Path) -> None:
@@ -375,10 +419,12 @@ def main() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, WORLD_SIZE=size)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    warnings.simplefilter("error", ckptstore.UnexplainedStepWarning)
     dist.init_process_group("gloo", rank=int(rank), world_size=int(size))
     listed = (
         saved,
         loaded,
+        stepped,
         placed,
         asynchronous,
         cached,

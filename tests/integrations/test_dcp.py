@@ -6,6 +6,7 @@ import copy
 import errno
 import io
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -24,15 +25,18 @@ pytest.importorskip("torch.distributed.fsdp", reason="this torch has no FSDP2")
 import torch.distributed.checkpoint as dcp  # noqa: E402 - torch decides whether this file runs at all
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 from torch.distributed.checkpoint.utils import CheckpointException  # noqa: E402
 
 import ckptstore  # noqa: E402
+from ckptstore import DiffOptions  # noqa: E402
 from ckptstore.backends.store_names import canonical  # noqa: E402
 from ckptstore.errors import UsageError  # noqa: E402
 from ckptstore.integrations.dcp import CkptstoreReader, CkptstoreWriter  # noqa: E402
 from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, place_of  # noqa: E402
 from ckptstore.integrations.dcp.host_copy import HostCopy  # noqa: E402
 from ckptstore.integrations.dcp.save_turns import SaveTurns, turns_of  # noqa: E402
+from ckptstore.training import OptimizerStep  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.integrations import dcp_loop  # noqa: E402
 from tests.integrations.dcp_job import same  # noqa: E402
@@ -172,6 +176,49 @@ def test_the_memory_of_the_copy_is_used_again(tmp_path: Path, monkeypatch: pytes
         found = zeros(one)
         dcp.load(found, storage_reader=CkptstoreReader(tmp_path / "s", step))
         same(found, one)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_step_diffs_of_asynchronous_saves(tmp_path: Path, keeps: bool) -> None:
+    """They take what those of synchronous ones take, whatever training does to the gradients meanwhile."""
+    stored = []
+    for place in ("at-once", "later"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(60, 50)
+        optimizer = torch.optim.AdamW(model.parameters())
+        weights = []
+        for step in range(1, 4):
+            model(torch.randn(4, 60)).square().mean().backward()
+            optimizer.step()
+            writer = CkptstoreWriter(
+                tmp_path / place,
+                step,
+                diffs=DiffOptions(full_every=100),
+                updates=OptimizerStep(optimizer),
+                cache_staged_state_dict=keeps,
+            )
+            of, moments = get_state_dict(model, optimizer)
+            weights.append(model.weight.detach().clone())
+            if place == "at-once":
+                dcp.save({"model": of, "optimizer": moments}, storage_writer=writer, no_dist=True)
+            else:
+                saving: Any = dcp.async_save({"model": of, "optimizer": moments}, storage_writer=writer, no_dist=True)
+                optimizer.zero_grad(set_to_none=False)
+                saving.result()
+            optimizer.zero_grad()
+        store = ckptstore.open(tmp_path / place)
+        assert [one.kind for one in store.checkpoints()] == ["full", "gradient", "gradient"]
+        stored.append([one.stored for one in store.checkpoints()])
+        for step, wanted in enumerate(weights, 1):
+            assert torch.equal(torch.as_tensor(store.load(step)["model.weight"]), wanted)
+    assert stored[0] == stored[1]
+
+
+def test_updates_are_of_one_process(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
+    writer = CkptstoreWriter(tmp_path / "s", 1, diffs=DiffOptions(), updates=OptimizerStep(optimizer))
+    with pytest.raises(UsageError, match="updates="):
+        pickle.dumps(writer)
 
 
 def test_a_copy_has_its_own_memory_and_plain_containers() -> None:
@@ -480,7 +527,7 @@ def test_a_loop_that_is_killed_five_times_has_the_same_losses(tmp_path: Path, wa
 
 
 def test_ranks(tmp_path: Path, warm: Warm) -> None:
-    run(warm, tmp_path, 2, "saved", "loaded", "placed", "pieces", "grown", "cached", "failing", "blobs")
+    run(warm, tmp_path, 2, "saved", "loaded", "stepped", "placed", "pieces", "grown", "cached", "failing", "blobs")
     run(warm, tmp_path, 1, "loaded")
     states = torch.load(tmp_path / "saved.pt")
     found = ckptstore.open(tmp_path / "saved").load(2)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 import io
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
-__all__ = ["HostCopy"]
+__all__ = ["HostCopy", "Pairs"]
+
+Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors of one process, of a `DTensor` its local part, each with its copy."""
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _VALUES: Final = (int, float, str, bytes, io.BytesIO, type(None))
@@ -27,14 +30,19 @@ class HostCopy:
         self._memory: dict[tuple[Any, ...], tuple[torch.Tensor, bool]] = {}  # by path: and whether it is pinned
         self._before: dict[tuple[Any, ...], tuple[torch.Tensor, bool]] = {}
         self._devices: set[torch.device] = set()
+        self._pairs: Pairs | None = None
 
     @torch.no_grad()
-    def fill(self, state: dict[str, Any]) -> dict[str, Any]:
+    def fill(self, state: dict[str, Any], pairs: Pairs | None = None) -> dict[str, Any]:
         """Copy a state -> the copy, which is valid until the next call.
 
         Memory that this state does not need is freed.
+
+        Args:
+            pairs: each tensor whose copy is in this memory is added to it.
         """
         self._before, self._memory = self._memory, {}
+        self._pairs = pairs
         try:
             found: dict[str, Any] = self._copy(state, ())
             for device in self._devices:
@@ -42,6 +50,7 @@ class HostCopy:
         finally:
             self._before = {}
             self._devices.clear()
+            self._pairs = None  # keeps no state alive
         return found
 
     def _copy(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -75,6 +84,8 @@ class HostCopy:
         if pin:
             self._devices.add(value.device)
         self._memory[path] = mine, pin
+        if self._pairs is not None:
+            self._pairs.append((value, mine))
         return mine
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Final
 
 from ckptstore.integrations.dcp.host_copy import HostCopy
+from ckptstore.integrations.dcp.staged_updates import StagedUpdates
 
 __all__ = ["SaveTurn", "SaveTurns", "turns_of"]
 
@@ -80,6 +81,7 @@ class SaveTurn:
 
     Attributes:
         copy: the memory of its state, which goes back when the ``with`` ends without an error; None: it is not kept.
+        updates: the optimizers' updates of the copied state, if the save was given any.
     """
 
     def __init__(self, turns: SaveTurns, number: int) -> None:
@@ -87,6 +89,7 @@ class SaveTurn:
         self._turns = turns
         self._number = number
         self.copy: HostCopy | None = None
+        self.updates: StagedUpdates | None = None
 
     @property
     def over(self) -> bool:

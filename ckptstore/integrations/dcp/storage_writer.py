@@ -35,12 +35,15 @@ from ckptstore.backends.store_names import canonical
 from ckptstore.errors import CkptError, UsageError, WriterError
 from ckptstore.formats.states.dcp_member import ABOUT, piece_name
 from ckptstore.integrations.dcp.checkpoint_ids import CheckpointPlace, names_store, place_of
+from ckptstore.integrations.dcp.host_copy import HostCopy, Pairs
 from ckptstore.integrations.dcp.save_turns import SaveTurn, turns_of
+from ckptstore.integrations.dcp.staged_updates import StagedUpdates
 from ckptstore.integrations.dcp.stored_form import as_bytes, planner_form, tensors_in
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store.open_store import open as open_store
 from ckptstore.write import writer_opening
 from ckptstore.write.ranks import rank_writer_factory
+from ckptstore.write.steps.updates import Updates
 from ckptstore.write.writer import Writer
 
 __all__ = ["CkptstoreWriter"]
@@ -77,6 +80,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         group: Any = _WORLD,
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
+        updates: Updates | None = None,
         storage_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -90,6 +94,8 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
             group: the process group whose ranks save together, the same that ``dcp.save`` uses. None: this process
                 alone, as with ``no_dist=True``. ``world``: all ranks, if `torch.distributed` is initialised.
             metadata, tags: see `Writer.save`.
+            updates: what the optimizer did in the step, as ``OptimizerStep(optimizer)``, with ``diffs`` among the
+                options: then a save may be a step diff against the one before. See `Writer.save`.
             storage_options: see `ckptstore.open`.
             options: those of `Store.writer`, such as ``deltas``, ``keep`` and ``max_in_flight``. And
                 ``cache_staged_state_dict`` (True): keep the memory of the copy that ``async_save`` makes, for the next
@@ -107,6 +113,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         self._group = group
         self._keeps_copy = bool(options.pop("cache_staged_state_dict", True))
         self._labels = {"metadata": metadata, "tags": tags}
+        self._updates = updates
         self._storage_options = storage_options
         self._options = options
         self._call = _Call()
@@ -160,10 +167,16 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         turns = turns_of("" if self._url is None else canonical(self._url))
         self._staged = turn = turns.take()
         self._in_flight = weakref.ref(turn)
-        if not self._keeps_copy:
+        if not self._keeps_copy and self._updates is None:
             return super().stage(state_dict)
-        turn.copy = turns.idle_copy()
-        return turn.copy.fill(state_dict)
+        pairs: Pairs | None = None if self._updates is None else []
+        copy = turns.idle_copy() if self._keeps_copy else HostCopy()
+        found = copy.fill(state_dict, pairs)
+        if self._keeps_copy:
+            turn.copy = copy
+        if self._updates is not None and pairs is not None:
+            turn.updates = StagedUpdates(self._updates, pairs)
+        return found
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Save this rank's items. The checkpoint is durable and committed when this returns, on all ranks.
@@ -173,11 +186,11 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         """
         turn, self._call.turn = self._call.turn, None
         if turn is None:
-            return self._written(plan, planner)
+            return self._written(plan, planner, self._updates)
         with turn:
-            return self._written(plan, planner)
+            return self._written(plan, planner, turn.updates)
 
-    def _written(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def _written(self, plan: SavePlan, planner: SavePlanner, updates: Updates | None) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
         writer = self._writer()
         try:
@@ -186,7 +199,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
             self._give_up(writer, error)
             raise
         step = self._find_place().step
-        self.saved = writer.save(state, step, replace=self._replace, **self._labels)  # type: ignore[arg-type]
+        self.saved = writer.save(state, step, updates=updates, replace=self._replace, **self._labels)  # type: ignore[arg-type]
         done.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
         return done
 
@@ -225,7 +238,13 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
             writer.forgo(self._find_place().step, why, replace=self._replace)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process of its own: it has the save that is sent, and this object has none in flight any more."""
+        """For a process of its own: it has the save that is sent, and this object has none in flight any more.
+
+        Raises:
+            UsageError: it has ``updates``, which are of tensors of this process.
+        """
+        if self._updates is not None:
+            raise UsageError("updates= cannot be sent to another process: use async_save by a thread, the default")
         if self._staged is not None:
             # Its copy is not given back: the other process reads that memory.
             self._staged.end()
