@@ -89,6 +89,15 @@ for rank in ranks: rank.join()
 """
 BEFORE = {
     ("dcp.md", 0): 'import torch; step, state = 1, {"model": {"w": torch.ones(3)}, "lr": 0.1}',
+    ("dcp.md", 2): TRAINING
+    + """
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from ckptstore import DiffOptions
+from ckptstore.integrations.dcp import CkptstoreWriter
+step, state = 1, lambda step: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+loss_of_a_batch().backward()
+""",
     ("optimizer.md", 3): TRAINING + FIRST_STEP,
     (
         "ranks.md",

@@ -80,7 +80,6 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         group: Any = _WORLD,
         metadata: Mapping[str, Any] | None = None,
         tags: str | Sequence[str] = (),
-        updates: Updates | None = None,
         storage_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -94,12 +93,12 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
             group: the process group whose ranks save together, the same that ``dcp.save`` uses. None: this process
                 alone, as with ``no_dist=True``. ``world``: all ranks, if `torch.distributed` is initialised.
             metadata, tags: see `Writer.save`.
-            updates: what the optimizer did in the step, as ``OptimizerStep(optimizer)``, with ``diffs`` among the
-                options: then a save may be a step diff against the one before. See `Writer.save`.
             storage_options: see `ckptstore.open`.
             options: those of `Store.writer`, such as ``deltas``, ``keep`` and ``max_in_flight``. And
                 ``cache_staged_state_dict`` (True): keep the memory of the copy that ``async_save`` makes, for the next
-                save of the store. It is pinned for tensors of a CUDA device. False: each save takes new memory.
+                save of the store. It is pinned for tensors of a CUDA device. False: each save takes new memory. And
+                ``updates`` of `Writer.save`: what the optimizer did in the step, as ``OptimizerStep(optimizer)``. With
+                ``diffs`` the save may then be a step diff against the one before.
 
         Raises:
             UsageError: `group` is neither a group, None, nor ``world``.
@@ -113,7 +112,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         self._group = group
         self._keeps_copy = bool(options.pop("cache_staged_state_dict", True))
         self._labels = {"metadata": metadata, "tags": tags}
-        self._updates = updates
+        self._updates: Updates | None = options.pop("updates", None)
         self._storage_options = storage_options
         self._options = options
         self._call = _Call()
