@@ -32,7 +32,6 @@ from tests.agent.lives import kill  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.inside import copied_during_backward, hooks_of  # noqa: E402
-from tests.training.test_checkpointer_agent import killed  # noqa: E402
 from tests.training.unknown_optimizer import UnknownOptimizer  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
 from tools.kills import shim_kills  # noqa: E402
@@ -167,7 +166,7 @@ def test_a_run_whose_trainer_is_killed_continues_bit_for_bit(
     assert done.returncode == -signal.SIGKILL, done.stderr
     told = dict(line.split() for line in done.stdout.splitlines())
     if victims == "both":
-        killed(int(told["agent"]))
+        kill(int(told["agent"]))
     script = Script(tmp_path / "run")
     with script.checkpointer:
         start = script.checkpointer.resume()
@@ -208,7 +207,7 @@ def test_steps_that_are_not_due_are_in_memory_and_an_agent_that_dies_is_replaced
             given = [script.train(step) for step in range(5)]
             assert [one is not None for one in given] == [True, False, True, False, False]  # the first is whole
             assert given[2].result().step == 3
-            killed(script.checkpointer.agent_pid)
+            kill(script.checkpointer.agent_pid)
             for step in range(5, 8):
                 script.train(step)
     assert AgentRestartWarning in {one.category for one in caught}
