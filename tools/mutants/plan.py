@@ -127,6 +127,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/following/manifests.py": _some("publishing"),
     "ckptstore/exchange/weight_files.py": _some("weight_files", "import_files"),
     "ckptstore/exchange/safetensors_files.py": _some("weight_files"),
+    "ckptstore/following/publish_target.py": _some("publishing", "publish_powercut"),
     "ckptstore/exchange/checkpoint_folders.py": _some("checkpoint_folders"),
     "ckptstore/exchange/export.py": _some("export"),
     "ckptstore/exchange/atomic_files.py": _some("export", "outside_attack"),
