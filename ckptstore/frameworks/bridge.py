@@ -15,8 +15,8 @@ from ckptstore.errors import MissingDependencyError, UnsupportedStateError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from ckptstore.formats.states.object_parts import Make
     from ckptstore.formats.states.state import FlatState, Parts, Recognise, Tagged, TensorSource
-    from ckptstore.formats.states.state_objects import Make
     from ckptstore.frameworks.torch_offload import CopyQueue
     from ckptstore.host.buffers import Bytes
 
@@ -214,7 +214,9 @@ def object_maker(*, to_torch: bool, keep_foreign: bool = False) -> Make:
         to_torch: tensors that were torch tensors are torch tensors again.
         keep_foreign: see `Store.load`.
     """
-    from ckptstore.formats.states.state_objects import NUMPY, loader  # imports numpy: see `flattened`
+    # They import numpy: see `flattened`.
+    from ckptstore.formats.states.numpy_objects import NUMPY
+    from ckptstore.formats.states.state_objects import loader
 
     if not to_torch:
         return loader(NUMPY, _TORCH_KINDS, keep_foreign=keep_foreign)

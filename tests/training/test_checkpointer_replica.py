@@ -247,6 +247,53 @@ def test_going_back_begins_with_a_whole_state(tmp_path: Path, wholes: list[int])
     assert ckptstore.open(tmp_path / "run").checkpoints()[-1].ref == "5@2"
 
 
+def test_a_step_whose_gradients_could_not_be_taken_is_handed_over_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wholes: list[int]
+) -> None:
+    """An error in a hook must not end training. Without the gradients the agent would compute another state."""
+    area, failing = ReplicaClient.area, [True]
+
+    def broken(self: ReplicaClient, *, wait: bool) -> Any:
+        if step == 2 and failing:
+            failing.clear()
+            raise RuntimeError("nothing to be had")
+        return area(self, wait=wait)
+
+    monkeypatch.setattr(ReplicaClient, "area", broken)
+    script = Script(tmp_path / "run")
+    with script.checkpointer, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        script.checkpointer.resume()
+        for step in range(4):
+            script.train(step)
+            script.checkpointer.wait()
+    assert ["RuntimeError: nothing to be had: such a step is handed over" in str(one.message) for one in caught] == [
+        True
+    ]
+    assert wholes == [1, 3]
+    assert [info.step for info in ckptstore.open(tmp_path / "run").checkpoints()] == [1, 2, 3, 4]
+    assert script.digest() == uninterrupted(4)
+
+
+def test_a_first_step_that_could_not_be_handed_over_is_saved_by_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no replica yet that could have ended with the step."""
+
+    def full(*_: Any, **_named: Any) -> Any:
+        raise MemoryError("no room")
+
+    script = Script(tmp_path / "run")
+    with script.checkpointer:
+        script.checkpointer.resume()
+        with monkeypatch.context() as patch:
+            patch.setattr(AgentWriter, "save_async", full)
+            with pytest.raises(MemoryError):
+                script.train(0)
+        script.checkpointer.wait()
+        assert ckptstore.open(tmp_path / "run").latest_step() == 1
+
+
 class Lookahead(torch.optim.SGD):
     """Another arithmetic under a known class."""
 
