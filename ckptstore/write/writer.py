@@ -16,11 +16,11 @@ from ckptstore.host.signal_reentry import codes_of, refuse_within
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.saves.ledger import Labels, Metadata, PendingSave
 from ckptstore.write.saves.lost_steps import note_lost
-from ckptstore.write.second_tier import Lag
 from ckptstore.write.steps.updates import Updates
 
 if TYPE_CHECKING:
     from ckptstore.write.capture.layerwise_save import LayeredSave
+    from ckptstore.write.second_tier import Lag
 
 __all__ = ["Writer"]
 

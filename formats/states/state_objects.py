@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import decimal
-import fractions
 import functools
 import keyword
 import pathlib
@@ -19,18 +17,22 @@ import re
 import sys
 import types
 import uuid
-import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from operator import itemgetter
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
 from ckptstore.errors import CkptError, FormatError, UnsupportedStateError
 from ckptstore.formats.states.registered_types import REGISTERED, Foreign, by_name, by_type, fields_of
+
+if TYPE_CHECKING:
+    import decimal
+    import fractions
+    import zoneinfo
 
 __all__ = ["KIND", "NUMPY", "WHOLE", "Make", "Parts", "Record", "check", "loader", "take_apart"]
 
@@ -125,10 +127,6 @@ _FACTORIES: Final[dict[str, Any]] = {
     for one in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, OrderedDict, Counter, deque)
 }
 _PATHS: Final = {one.__name__: one for one in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
-_BIT_GENERATORS: Final[dict[str, Any]] = {
-    one.__name__: one
-    for one in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
-}
 
 
 def take_apart(value: object) -> Parts | None:
@@ -142,7 +140,7 @@ def take_apart(value: object) -> Parts | None:
         return Parts(known.kind, known.to(value), known.name)
     if kind is Foreign:
         return _foreign(value)  # type: ignore[arg-type]  # mypy does not narrow by `type(...) is`
-    if (taker := _TAKERS.get(kind)) is not None:
+    if (taker := _TAKERS.get(kind) or _imported_taker(kind)) is not None:
         return taker(value)
     if isinstance(value, np.dtype):
         return _take_dtype(value)
@@ -259,23 +257,35 @@ _TAKERS: Final[dict[type, Callable[[Any], Parts | None]]] = {
     datetime.date: lambda value: Parts("date", value.isoformat()),
     datetime.timedelta: _take_delta,
     datetime.timezone: _take_timezone,
-    zoneinfo.ZoneInfo: _take_zone,
     argparse.Namespace: lambda value: Parts("namespace", _vars(value)),
     types.SimpleNamespace: lambda value: Parts("simple_namespace", _vars(value)),
     range: lambda value: Parts("range", [value.start, value.stop, value.step]),
     slice: lambda value: Parts("slice", [value.start, value.stop, value.step]),
-    decimal.Decimal: lambda value: Parts("decimal", str(value)),
-    fractions.Fraction: lambda value: Parts("fraction", [value.numerator, value.denominator]),
     uuid.UUID: lambda value: Parts("uuid", str(value)),
     **{one: lambda value: Parts("path", str(value), type(value).__name__) for one in _PATHS.values()},
-    np.random.Generator: _take_generator,
-    np.random.RandomState: _take_random_state,
     np.ndarray: _take_array,
     np.str_: _take_array,
     np.bytes_: _take_array,
     np.datetime64: _take_array,
     np.timedelta64: _take_array,
 }
+_IMPORTED_TAKERS: Final[Mapping[tuple[str, str], Callable[[Any], Parts | None]]] = types.MappingProxyType(
+    {
+        ("decimal", "Decimal"): lambda value: Parts("decimal", str(value)),
+        ("fractions", "Fraction"): lambda value: Parts("fraction", [value.numerator, value.denominator]),
+        ("zoneinfo", "ZoneInfo"): _take_zone,
+        ("numpy.random", "Generator"): _take_generator,
+        ("numpy.random", "RandomState"): _take_random_state,
+    }
+)
+"""By module and class. A state has such an object only if its module is imported: the first save need not do that."""
+
+
+def _imported_taker(kind: type) -> Callable[[Any], Parts | None] | None:
+    for (module, name), taker in _IMPORTED_TAKERS.items():
+        if getattr(sys.modules.get(module), name, None) is kind:
+            return taker
+    return None
 
 
 # Making
@@ -332,6 +342,8 @@ def _make_timezone(value: Any, _name: str) -> datetime.timezone:
 
 
 def _make_zone(value: Any, _name: str) -> Any:
+    import zoneinfo
+
     # Prevents: a key that leaves the folder of the time zone database. Within it `ZoneInfo` reads a file of data.
     _need(bool(_KEY.fullmatch(_text(value))))
     try:
@@ -347,8 +359,14 @@ def _make_moment(known: Any, value: Any) -> Any:
     _need(type(value) is str or zone is not None or fold == 1)
     if isinstance(zone, Foreign):  # a time zone that this machine does not have
         return Foreign("", value, known.__name__)
-    _need(zone is None or isinstance(zone, datetime.timezone | zoneinfo.ZoneInfo))
+    _need(zone is None or isinstance(zone, datetime.timezone) or _is_zone(zone))
     return made.replace(tzinfo=zone, fold=fold)
+
+
+def _is_zone(value: object) -> bool:
+    import zoneinfo
+
+    return isinstance(value, zoneinfo.ZoneInfo)
 
 
 def _make_date(value: Any, _name: str) -> datetime.date:
@@ -370,6 +388,8 @@ def _make_slice(value: Any, _name: str) -> slice:
 
 
 def _make_fraction(value: Any, _name: str) -> fractions.Fraction:
+    import fractions
+
     parts = _numbers(value, 2)
     _need(parts[1] > 0)
     made = fractions.Fraction(*parts)
@@ -378,6 +398,8 @@ def _make_fraction(value: Any, _name: str) -> fractions.Fraction:
 
 
 def _make_decimal(value: Any, _name: str) -> decimal.Decimal:
+    import decimal
+
     made = decimal.Decimal(_text(value))
     return decimal.Decimal(_same(made, value, str(made)))
 
@@ -506,7 +528,7 @@ def _words(words: Any, dtype: str, count: int) -> None:
 
 def _make_bits(value: Any) -> Any:
     _check_bits(value)
-    made = _BIT_GENERATORS[value["bit_generator"]](0)
+    made = getattr(np.random, value["bit_generator"])(0)  # one of the names that were checked
     made.state = value
     return made
 

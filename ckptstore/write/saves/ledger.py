@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from ckptstore.errors import CommitUnknownError, StepOrderError, UsageError, WriterClosedError
 from ckptstore.formats.history import metadata as metadata_format
@@ -17,7 +17,9 @@ from ckptstore.host.option_checks import seconds, texts
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.refs import check_new_tag
 from ckptstore.write.saves.lost_steps import first_of
-from ckptstore.write.second_tier import SecondTier
+
+if TYPE_CHECKING:
+    from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Failures", "Labels", "Metadata", "PendingSave", "Saves", "check_owner"]
 
