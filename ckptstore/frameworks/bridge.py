@@ -157,8 +157,6 @@ def source_of(value: object, *, sharded: bool = False, overwritten: bool = False
 
 
 def _recogniser(sharded: bool, overwritten: bool) -> Recognise:
-    from ckptstore.formats.states.shard import Shard, Shards
-
     asked = [
         adapter.recognise(sharded) if adapter.overwritten or not overwritten else _refusing(adapter.recognise(sharded))
         for name, adapter in ADAPTERS.items()
@@ -167,8 +165,7 @@ def _recogniser(sharded: bool, overwritten: bool) -> Recognise:
     placed: dict[object, object] = {}
 
     def recognise(value: object) -> TensorSource | Tagged | Parts | None:
-        kind = type(value)
-        if kind is Shard or kind is Shards:
+        if _is_placed(type(value)):
             source = _shards_source(value, overwritten)
             place = place_of(source)
             # Prevents: two parts of different places that are stored as one tensor, because their memory is one.
@@ -183,6 +180,12 @@ def _recogniser(sharded: bool, overwritten: bool) -> Recognise:
     from ckptstore.formats.sources import place_of
 
     return recognise
+
+
+def _is_placed(kind: type) -> bool:
+    """Whether it is `Shard` or `Shards`. A state has one only if their module is imported."""
+    module = sys.modules.get("ckptstore.formats.states.shard")
+    return module is not None and (kind is module.Shard or kind is module.Shards)
 
 
 def _shards_source(value: Any, overwritten: bool) -> TensorSource:

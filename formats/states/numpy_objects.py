@@ -16,14 +16,10 @@ import numpy as np
 from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats.states.object_parts import Parts, need, text_of
 
-__all__ = ["NUMPY", "TAKERS", "make_dtype", "take_dtype"]
+__all__ = ["NUMPY", "TAKERS", "make_dtype", "take_dtype", "take_generator", "take_random_state"]
 
 _DTYPE: Final = re.compile(r"[<>|][biufcSUmM][0-9]{1,9}(\[[0-9]{0,9}[A-Za-zμ]{1,7}\])?")
 _UNIT: Final = re.compile("([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)")
-_BIT_GENERATORS: Final[dict[str, Any]] = {
-    one.__name__: one
-    for one in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
-}
 
 
 def take_dtype(value: np.dtype[Any]) -> Parts:
@@ -55,12 +51,14 @@ def _take_array(value: Any) -> Parts | None:
     return Parts(kind, flat.reshape((*value.shape, length)))
 
 
-def _take_generator(value: np.random.Generator) -> Parts:
+def take_generator(value: np.random.Generator) -> Parts:
+    """Take a generator apart. Raises `UnsupportedStateError`: its bit generator is not one of numpy's."""
     # What a SeedSequence would spawn next is not part of it.
     return Parts("np.generator", _bits(value.bit_generator.state))
 
 
-def _take_random_state(value: np.random.RandomState) -> Parts:
+def take_random_state(value: np.random.RandomState) -> Parts:
+    """As `take_generator`."""
     return Parts("np.random_state", _bits(value.get_state(legacy=False)))
 
 
@@ -75,8 +73,6 @@ def _bits(state: Any) -> dict[str, Any]:
 
 TAKERS: Final[Mapping[type, Callable[[Any], Parts | None]]] = types.MappingProxyType(
     {
-        np.random.Generator: _take_generator,
-        np.random.RandomState: _take_random_state,
         np.ndarray: _take_array,
         np.str_: _take_array,
         np.bytes_: _take_array,
@@ -84,7 +80,7 @@ TAKERS: Final[Mapping[type, Callable[[Any], Parts | None]]] = types.MappingProxy
         np.timedelta64: _take_array,
     }
 )
-"""What takes an object of each type apart."""
+"""What takes an object of each type apart. Those of numpy.random are not imported here: see `state_objects`."""
 
 
 def make_dtype(value: Any, _name: str) -> np.dtype[Any]:
@@ -170,7 +166,7 @@ def _words(words: Any, dtype: str, count: int) -> None:
 
 def _make_bits(value: Any) -> Any:
     _check_bits(value)
-    made = _BIT_GENERATORS[value["bit_generator"]](0)
+    made = getattr(np.random, value["bit_generator"])(0)  # one of the names that were checked
     made.state = value
     return made
 

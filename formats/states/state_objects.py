@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import decimal
-import fractions
 import functools
 import keyword
 import pathlib
@@ -20,19 +18,23 @@ import re
 import sys
 import types
 import uuid
-import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from operator import itemgetter
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
 from ckptstore.errors import CkptError, FormatError, UnsupportedStateError
-from ckptstore.formats.states.numpy_objects import TAKERS, make_dtype, take_dtype
+from ckptstore.formats.states.numpy_objects import TAKERS, make_dtype, take_dtype, take_generator, take_random_state
 from ckptstore.formats.states.object_parts import KIND, Make, Parts, need, text_of
 from ckptstore.formats.states.registered_types import REGISTERED, Foreign, by_name, by_type, fields_of
+
+if TYPE_CHECKING:
+    import decimal
+    import fractions
+    import zoneinfo
 
 __all__ = ["WHOLE", "Record", "check", "loader", "take_apart"]
 
@@ -124,7 +126,7 @@ def take_apart(value: object) -> Parts | None:
         return Parts(known.kind, known.to(value), known.name)
     if kind is Foreign:
         return _foreign(value)  # type: ignore[arg-type]  # mypy does not narrow by `type(...) is`
-    if (taker := _TAKERS.get(kind)) is not None:
+    if (taker := _TAKERS.get(kind) or _imported_taker(kind)) is not None:
         return taker(value)
     if isinstance(value, np.dtype):
         return take_dtype(value)
@@ -195,17 +197,31 @@ _TAKERS: Final[dict[type, Callable[[Any], Parts | None]]] = {
     datetime.date: lambda value: Parts("date", value.isoformat()),
     datetime.timedelta: _take_delta,
     datetime.timezone: _take_timezone,
-    zoneinfo.ZoneInfo: _take_zone,
     argparse.Namespace: lambda value: Parts("namespace", _vars(value)),
     types.SimpleNamespace: lambda value: Parts("simple_namespace", _vars(value)),
     range: lambda value: Parts("range", [value.start, value.stop, value.step]),
     slice: lambda value: Parts("slice", [value.start, value.stop, value.step]),
-    decimal.Decimal: lambda value: Parts("decimal", str(value)),
-    fractions.Fraction: lambda value: Parts("fraction", [value.numerator, value.denominator]),
     uuid.UUID: lambda value: Parts("uuid", str(value)),
     **{one: lambda value: Parts("path", str(value), type(value).__name__) for one in _PATHS.values()},
     **TAKERS,
 }
+_IMPORTED_TAKERS: Final[Mapping[tuple[str, str], Callable[[Any], Parts | None]]] = types.MappingProxyType(
+    {
+        ("decimal", "Decimal"): lambda value: Parts("decimal", str(value)),
+        ("fractions", "Fraction"): lambda value: Parts("fraction", [value.numerator, value.denominator]),
+        ("zoneinfo", "ZoneInfo"): _take_zone,
+        ("numpy.random", "Generator"): take_generator,
+        ("numpy.random", "RandomState"): take_random_state,
+    }
+)
+"""By module and class. A state has such an object only if its module is imported: the first save need not do that."""
+
+
+def _imported_taker(kind: type) -> Callable[[Any], Parts | None] | None:
+    for (module, name), taker in _IMPORTED_TAKERS.items():
+        if getattr(sys.modules.get(module), name, None) is kind:
+            return taker
+    return None
 
 
 # Making
@@ -252,6 +268,8 @@ def _make_timezone(value: Any, _name: str) -> datetime.timezone:
 
 
 def _make_zone(value: Any, _name: str) -> Any:
+    import zoneinfo
+
     # Prevents: a key that leaves the folder of the time zone database. Within it `ZoneInfo` reads a file of data.
     need(bool(_KEY.fullmatch(text_of(value))))
     try:
@@ -267,8 +285,14 @@ def _make_moment(known: Any, value: Any) -> Any:
     need(type(value) is str or zone is not None or fold == 1)
     if isinstance(zone, Foreign):  # a time zone that this machine does not have
         return Foreign("", value, known.__name__)
-    need(zone is None or isinstance(zone, datetime.timezone | zoneinfo.ZoneInfo))
+    need(zone is None or isinstance(zone, datetime.timezone) or _is_zone(zone))
     return made.replace(tzinfo=zone, fold=fold)
+
+
+def _is_zone(value: object) -> bool:
+    import zoneinfo
+
+    return isinstance(value, zoneinfo.ZoneInfo)
 
 
 def _make_date(value: Any, _name: str) -> datetime.date:
@@ -290,6 +314,8 @@ def _make_slice(value: Any, _name: str) -> slice:
 
 
 def _make_fraction(value: Any, _name: str) -> fractions.Fraction:
+    import fractions
+
     parts = _numbers(value, 2)
     need(parts[1] > 0)
     made = fractions.Fraction(*parts)
@@ -298,6 +324,8 @@ def _make_fraction(value: Any, _name: str) -> fractions.Fraction:
 
 
 def _make_decimal(value: Any, _name: str) -> decimal.Decimal:
+    import decimal
+
     made = decimal.Decimal(text_of(value))
     return decimal.Decimal(_same(made, value, str(made)))
 

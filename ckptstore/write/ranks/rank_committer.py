@@ -189,7 +189,7 @@ class RankCommitter(Commits):
         )
         (first,), _ = write_plain(session, FlatState(whole.tree, {}), lambda _count: [document])
         segments = (first, *whole.segments)
-        entry = CheckpointEntry(term, step, whole.state, moment, len(whole.names), whole.nbytes, labels.extra)
+        entry = CheckpointEntry(term, step, whole.state, moment, len(whole.names), whole.nbytes, labels.extra())
         encoding = Encoding(
             entry.node,
             order.kind,
@@ -246,7 +246,7 @@ class RankCommitter(Commits):
         entries, encodings = [], []
         tags: dict[str, Node] = {}
         for number, one in enumerate(batch):
-            extra = one.labels.extra
+            extra = one.labels.extra()
             entry = CheckpointEntry(
                 term, one.step, one.whole.state, one.time, len(one.whole.names), one.whole.nbytes, extra
             )
