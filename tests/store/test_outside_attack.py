@@ -174,7 +174,7 @@ store = ckptstore.open(sys.argv[1])
 writer = store.writer(max_in_flight=4, poll_seconds=None, diffs=diffs)
 sink = store.backend.open_sink
 def slow(*arguments, **options):
-    time.sleep(0.3)
+    time.sleep(60 if "nothing" in sys.argv else 0.3)  # longer than this process lives
     return sink(*arguments, **options)
 store.backend.open_sink = slow
 for step in range(1, 4):

@@ -289,17 +289,23 @@ def test_what_the_host_computes_otherwise_is_sent_whole(tmp_path: Path, seed: in
 def test_a_step_is_not_saved_wrong_if_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant of the order of work: optimizers do not wait for the host."""
     monkeypatch.setattr(OptimizerTracker, "hold", lambda *_: None)
-    compute = Recomputing.computed
+    compute, changed = Recomputing.computed, threading.Event()
 
     def late(*args: Any) -> Any:
-        time.sleep(0.3)
+        changed.wait(60)
         return compute(*args)
+
+    def change(script: Script, step: int) -> None:
+        clamped(script, step)
+        if step > 3:  # so is step 3's weight, of which the host computes by now
+            torch.cuda.synchronize()
+            changed.set()
 
     monkeypatch.setattr(Recomputing, "computed", late)
     with simulated(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(StorageError, match="was changed after its step was given to be saved"):
-            trained(tmp_path / "run", after=clamped, warm=0)
+            trained(tmp_path / "run", after=change, warm=0)
 
 
 def test_skipped_steps_and_parameters_without_a_gradient(tmp_path: Path) -> None:
