@@ -297,7 +297,7 @@ def test_a_step_is_not_saved_wrong_if_nothing_waits(tmp_path: Path, monkeypatch:
 
     def change(script: Script, step: int) -> None:
         clamped(script, step)
-        if step > 3:  # so is step 3's weight, of which the host computes by now
+        if step > 3:  # the weights that were given with step 3 have changed
             torch.cuda.synchronize()
             changed.set()
 
