@@ -167,6 +167,8 @@ TERMINATED = """
 import os, signal, sys, time
 import numpy as np
 import ckptstore
+from ckptstore.host import interpreter_exit
+interpreter_exit.SILENT_SECONDS = 600  # nothing is said of a busy disk
 if "exit" in sys.argv:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 diffs = ckptstore.DiffOptions() if "diffs" in sys.argv else None
