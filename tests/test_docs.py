@@ -27,6 +27,7 @@ from click.testing import CliRunner
 import ckptstore
 from ckptstore.cli.main import COMMANDS, cli
 from tests import transcripts, warmth
+from tools.objects.server import free_port
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -135,14 +136,6 @@ def scripts() -> Iterator[tuple[str, int]]:
             for number, code in enumerate(blocks(page, "python")):
                 if ">>>" not in code and (page, number) not in NOT_RUN:
                     yield page, number
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.mark.slow
