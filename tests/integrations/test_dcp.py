@@ -47,7 +47,7 @@ from tools.warm import Warm  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(
-        "no_dist" not in inspect.signature(dcp.save).parameters, reason="DCP has no no_dist=: torch 2.8"
+        "no_dist" not in inspect.signature(dcp.save).parameters, reason="this DCP has no no_dist="
     ),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
