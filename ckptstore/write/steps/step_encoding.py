@@ -332,6 +332,7 @@ def fitting_updates(updates: Sequence[Update], flat: FlatState, base: Base) -> I
     Waits for gradients that a device still sends: what this returns has no `LateGradient`.
     """
     taken: set[str] = set()
+    counts: dict[tuple[int, int], int] = {}  # the updates hold the objects, so their ids stay
     for update in updates:
         specs = {
             None if source is None else (source.dtype, tuple(source.shape))
@@ -342,7 +343,10 @@ def fitting_updates(updates: Sequence[Update], flat: FlatState, base: Base) -> I
             continue
         if any(base.spec(name) != first for name in update.slots) or not taken.isdisjoint(update.slots):
             continue
-        if len(set(update.slots)) != len(update.slots) or len(update.slots) != len(_slots_of(update)):
+        kind = id(update.optimizer), id(update.step)
+        if kind not in counts:
+            counts[kind] = len(_slots_of(update))
+        if len(set(update.slots)) != len(update.slots) or len(update.slots) != counts[kind]:
             continue
         taken.update(update.slots)
         gradient = arrived(update.gradient)
@@ -540,7 +544,11 @@ def code_chunk(
         return None
     numbers = range(len(one.updates))
     hashes = [[checksums.chunk_hash(slot[number].data) for slot in parts] for number in numbers]
-    shares = [[digest.partial(slot[number], start // 4) for slot in parts] for number in numbers] if digests else []
+    shares: list[list[int]] = []
+    if digests:
+        images = [slot[number] for number in numbers for slot in parts]
+        sums = digest.partial_of_each(images, [start // 4] * len(images))
+        shares = [sums[at : at + one.width] for at in range(0, len(sums), one.width)]
     return CodedChunk(payload.copy(), hashes, shares)
 
 
