@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -20,14 +19,13 @@ from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.training import fsdp_job  # noqa: E402
+from tools.objects.server import free_port  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
 
 def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, ...] = ()) -> None:
     """Run a job to its end; raises an error with the ranks' output. `expected`: exit statuses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         warm.start(
             [sys.executable, "-m", "tests.training.fsdp_job", str(port), str(rank), str(size), str(folder), *names],
@@ -50,7 +48,7 @@ def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, .
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     folder = tmp_path_factory.mktemp("fsdp")
-    cut = ("resumed", "precise", "replicated", "mostly_frozen", "offloaded", "tensor_parallel")
+    cut = ("resumed", "compressed", "precise", "replicated", "mostly_frozen", "offloaded", "tensor_parallel")
     run(warm, folder, 2, *cut, "back", "as_one", "chosen", "refused", "changed", "signalled")
     for size in (0, 1, 4):
         shutil.copytree(folder / "parts-gradient", folder / f"parts-gradient-{size}")
@@ -68,7 +66,7 @@ def test_steps_of_a_sharded_model_are_steps(job: Path) -> None:
 
 
 def test_an_agent_of_each_rank_repeats_the_steps_of_its_shards(tmp_path: Path, warm: Warm) -> None:
-    run(warm, tmp_path, 2, "replica")
+    run(warm, tmp_path, 2, "replica", "on_device")
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=long_only)])
