@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 __all__ = ["chunk_hash", "chunk_hashes", "header_hash", "state_hash", "tensor_hash", "xxh3_64", "xxh3_128"]
+
+_LENGTH = struct.Struct("<Q")
 
 
 def _flat(data: ReadableBuffer) -> memoryview:
@@ -74,7 +77,14 @@ def state_hash(tree_text: bytes, tensors: Iterable[tuple[str, str, Sequence[int]
     """
     parts = [struct.pack("<Q", len(tree_text)), tree_text]
     for name, dtype, shape, digest in sorted(tensors):
-        one, two, last, rank = name.encode(), dtype.encode(), bytes.fromhex(digest), len(shape)
-        form = f"<Q{len(one)}sQ{len(two)}sQ{rank}QQ{len(last)}s"
-        parts.append(struct.pack(form, len(one), one, len(two), two, 8 * rank, *shape, len(last), last))
+        last = bytes.fromhex(digest)
+        parts += (_described(name, dtype, tuple(shape)), _LENGTH.pack(len(last)), last)
     return xxh3_128(b"".join(parts))
+
+
+@lru_cache(maxsize=1 << 14, typed=True)  # a run saves the same tensors again and again
+def _described(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """The parts of a state hash that say what a tensor is."""
+    one, two, rank = name.encode(), dtype.encode(), len(shape)
+    form = f"<Q{len(one)}sQ{len(two)}sQ{rank}Q"
+    return struct.pack(form, len(one), one, len(two), two, 8 * rank, *shape)

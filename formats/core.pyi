@@ -45,6 +45,21 @@ def write_group(
 ) -> int:
     """Return the group's bytes. ``compress`` makes zstd frames."""
 
+def write_chunks(
+    new: _Array,
+    base: _Array,
+    kinds: _Array,
+    lengths: _Array,
+    level: int,
+    n_log_n: _Array,
+    space: _Array,
+    out: _Array,
+    ends: _Array,
+    compress: Callable[[int, bytes], bytes],
+    /,
+) -> int:
+    """Return the bytes of all payloads; ``ends`` receives the end of each. ``compress`` makes zstd frames."""
+
 def read_group(
     data: _Array,
     at: int,

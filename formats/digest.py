@@ -42,12 +42,24 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["BLOCK_WORDS", "Running", "combine", "digest", "multipliers", "partial", "partials", "weights"]
+__all__ = [
+    "BLOCK_WORDS",
+    "Running",
+    "combine",
+    "digest",
+    "multipliers",
+    "partial",
+    "partial_of_each",
+    "partials",
+    "weights",
+]
 
 BLOCK_WORDS = 65536
 """Number of words (u32) that share one multiplier."""
 
 _MASK = (1 << 64) - 1
+_SMALL = 1 << 16
+"""Images of at most this many bytes are copied together, because a call for each takes longer."""
 _LENGTH = 0x9E3779B97F4A7C15
 _WEIGHT_SEED = 0
 _MULTIPLIER_SEED = 5
@@ -148,6 +160,30 @@ def partials(data: npt.NDArray[np.uint8], lengths: Sequence[int]) -> list[int]:
     piece_sums(data.view("<u4"), ends, _WEIGHTS, sums)
     sums *= multipliers(0, 1)
     found: list[int] = sums.tolist()
+    return found
+
+
+def partial_of_each(images: Sequence[npt.NDArray[np.uint8]], firsts: Sequence[int]) -> list[int]:
+    """Return `partial` of each of many images, those of small tensors in one call.
+
+    Args:
+        images: contiguous bytes.
+        firsts: position of the first word of each, counted from the start of its tensor.
+
+    Raises:
+        ValueError: a position is negative.
+    """
+    found = [0] * len(images)
+    small = []
+    for number, (image, first) in enumerate(zip(images, firsts, strict=True)):
+        if first or image.size % 4 or image.size > _SMALL:
+            found[number] = partial(image, first)
+        elif image.size:
+            small.append(number)
+    if small:
+        together = np.concatenate([images[number] for number in small])
+        for number, one in zip(small, partials(together, [images[number].size for number in small]), strict=True):
+            found[number] = one
     return found
 
 

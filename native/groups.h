@@ -4,7 +4,7 @@
  * is called in Python.
  */
 enum { RAW_MODE, FILL_MODE, ZSTD_MODE, SPARSE_MODE, PACK1_MODE, PACK2_MODE, PACK4_MODE, CHOOSE };
-enum { MARGIN = 32, SPACE = 1 << 17 }; /* bytes beyond those of the words, of the output and eight times of `space` */
+enum { MARGIN = 32, OVERHEAD = 16, SPACE = 1 << 17 }; /* bytes beyond those of the words, of the output and eight times of `space` */
 enum { SAMPLE = 4096, SAMPLED = 512, SMALL = 48, DEPTH = 2, ZERO_GROUP = 255, NARROW = 16, WINDOW = 8, SEARCHED = 1024, ONE_BIT = 1 << 20 };
 
 struct coder {
@@ -475,4 +475,45 @@ static void put_group(struct coder *c, const u8 *words, size_t word, size_t coun
         memcpy(c->out + c->at, words, count * word);
         c->at += count * word;
     }
+}
+
+/* ------------------------------------------------------------------------------------------------- small chunks */
+
+/* How a chunk becomes words (chunk_batches.MAPS): its words, turned, folded, less those of the base, or different from it.
+ * A kind is one of these times four, plus the width of the words. */
+enum { PLAIN_WORDS, TURNED, FOLDED, LESS, DIFFERENT, MAPS };
+
+static int has_base(int kind)
+{
+    return kind >> 2 == LESS || kind >> 2 == DIFFERENT;
+}
+
+/* Writes the payload of one chunk, of at most one block (block_loops.encode). */
+static void put_chunk(struct coder *c, int kind, const u8 *new, const u8 *base, size_t length)
+{
+    size_t index = kind & 3, count = length >> index, tail = length - (count << index), begin = c->at, used = c->used;
+    u8 *words = room(c, length);
+    if (c->failed)
+        return;
+    if (kind >> 2 == TURNED)
+        c->loops->rotate_left[index](new, words, count);
+    else if (kind >> 2 == FOLDED)
+        c->loops->zigzag[index](new, words, count);
+    else if (kind >> 2 == LESS)
+        c->loops->difference[index](new, base, words, count);
+    else {
+        memcpy(words, new, length);
+        struct plane plane = {words, (size_t)1 << index};
+        if (kind >> 2 == DIFFERENT)
+            c->loops->combine[index](&plane, 1, XOR, base, words, count);
+    }
+    if (count)
+        put_group(c, words, (size_t)1 << index, count, 0);
+    if (tail && fits_out(c, tail)) {
+        memcpy(c->out + c->at, new + (count << index), tail);
+        c->at += tail;
+    }
+    if (!c->failed && has_base(kind) && !tail && c->at == begin + 1 && c->out[begin] == ZERO_GROUP)
+        c->at = begin; /* the chunk equals its base */
+    c->used = used;
 }

@@ -524,6 +524,60 @@ FUNCTION(write_group)
     return written(&call, &c);
 }
 
+/* write_chunks(new, base, kinds, lengths, level, n_log_n, space, out, ends, compress): the bytes of all payloads */
+FUNCTION(write_chunks)
+{
+    PyObject *compress = function(args, &number, 10);
+    if (compress == NULL)
+        return NULL;
+    BEGIN("rrrrirwww")
+    const u8 *kinds = a[2].at;
+    const i64 *lengths = a[3].at;
+    size_t count = a[3].count, total = 0, of_base = 0, longest = 0;
+    NEED(a[0].item == 1 && a[1].item == 1 && a[2].item == 1 && a[3].item == 8 && a[2].count == count, SIZES)
+    NEED(a[4].item == 8 && a[4].count > SAMPLE && a[5].item == 1 && a[6].item == 1 && a[7].item == 8 && a[7].count == count, SIZES)
+    NEED((call.ints[0] | 1) == 1, UNKNOWN)
+    NEED(all_apart(&call), OVERLAP)
+    for (size_t i = 0; i < count; i++) {
+        NEED(kinds[i] >> 2 < MAPS, UNKNOWN)
+        NEED(lengths[i] >= 0 && (uint64_t)lengths[i] <= a[0].count - total, SIZES)
+        size_t length = (size_t)lengths[i];
+        total += length;
+        of_base += has_base(kinds[i]) ? length : 0;
+        longest = length > longest ? length : longest;
+    }
+    NEED(total == a[0].count && of_base == a[1].count && longest <= UINT32_MAX, SIZES)
+    NEED(a[5].count >= 9 * longest + 2 * SPACE, LITTLE)
+    NEED(a[6].count >= total + count * OVERHEAD + MARGIN, LITTLE)
+    struct coder c = {.loops = loops, .n_log_n = a[4].at, .level = (int)call.ints[0], .out = a[6].at, .most = a[6].count,
+                      .space = a[5].at, .size = a[5].count, .compress = compress};
+    const u8 *new = a[0].at, *base = a[1].at;
+    i64 *ends = a[7].at;
+    int changed = 0;
+    c.state = total >= UNLOCKED ? PyEval_SaveThread() : NULL;
+    for (size_t i = 0; i < count && !c.failed && !changed; i++) {
+        /* read only once: another thread may write them in between */
+        int kind = ((const volatile u8 *)kinds)[i];
+        uint64_t length = (uint64_t)((const volatile i64 *)lengths)[i];
+        size_t needed = has_base(kind) ? (size_t)length : 0;
+        changed = kind >> 2 >= MAPS || length > longest || length > total || needed > of_base;
+        if (changed)
+            break;
+        put_chunk(&c, kind, new, base, (size_t)length);
+        ends[i] = (int64_t)c.at;
+        new += length;
+        total -= length;
+        base += needed;
+        of_base -= needed;
+    }
+    if (changed) {
+        if (c.state)
+            PyEval_RestoreThread(c.state);
+        return refused(&call, "kinds or lengths were changed meanwhile");
+    }
+    return written(&call, &c);
+}
+
 static const char PAST[] = "a position after the payload";
 
 /* read_group(payload, at, how, base, out, space, decompress): the position behind the group; -1: the reference has to read it */
@@ -1162,6 +1216,7 @@ static PyMethodDef methods[] = {
     KERNEL(literals),
     KERNEL(read_literals),
     KERNEL(write_group),
+    KERNEL(write_chunks),
     KERNEL(read_group),
     KERNEL(classify),
     KERNEL(sort),

@@ -21,6 +21,7 @@ from tools.mutants.copies import Copy, repository
 TESTS: Final = (
     "tests/formats/test_core_hostile.py",
     "tests/formats/test_codecs_kernels.py",
+    "tests/formats/test_codecs_batches.py",
     "tests/formats/test_codecs_literals.py",
     "tests/formats/test_codecs_exceptions_hostile.py",
     "tests/formats/test_optim_compiled.py",

@@ -200,7 +200,11 @@ class BlockStream:
 
     def append(self, data: Bytes) -> None:
         """Copy `data` (1-D uint8) to the stream."""
-        done = 0
+        done, end = 0, self._used + len(data)
+        if self._block is not None and end < self._staging.block_bytes:  # most payloads are small
+            self._block[self._used : end] = data
+            self._used = end
+            return
         while done < len(data):
             part = self.space(len(data) - done)
             part[:] = data[done : done + len(part)]

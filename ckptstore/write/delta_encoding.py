@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
 from ckptstore.formats import checksums, codecs, digest, jsontext
-from ckptstore.formats.codecs import CodecChoice, Policy, Sample
+from ckptstore.formats.codecs import Codec, CodecChoice, Policy, Sample
 from ckptstore.formats.history.records import CheckpointId, SegmentEntry
-from ckptstore.formats.segment_files.layout import TensorSpec, chunk_extents, spec_of, split
+from ckptstore.formats.segment_files.layout import TensorSpec, chunk_count, chunk_extents, spec_of, split
 from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState, TensorSource
@@ -123,12 +123,18 @@ class TensorPlan:
     @property
     def chunks(self) -> int:
         """The number of its chunks."""
-        return sum(1 for _ in chunk_extents(self.spec.nbytes))
+        return chunk_count(self.spec.nbytes)
 
     @property
-    def params(self) -> dict[str, Any]:
-        """The codec's parameters as stored in the metadata."""
-        return dict(self.choice.params) if self.master is None else {**self.choice.params, "of": self.master}
+    def params(self) -> Mapping[str, Any]:
+        """The codec's parameters as stored in the metadata; one object for all tensors of this codec."""
+        known = _params_of(self.choice.codec)
+        return known if self.master is None else {**known, "of": self.master}
+
+
+@lru_cache(maxsize=1 << 10)
+def _params_of(codec: Codec) -> Mapping[str, Any]:
+    return codec.params
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +254,7 @@ def append_tensor(
     """Append the next compressed chunks, which belong to one tensor."""
     chunks = []
     digests: list[int] = []
-    for _ in chunk_extents(plan.spec.nbytes):
+    for _ in range(plan.chunks):
         piece = next(coded)
         assert piece.digest is not None  # it lets a restore be compared with the state that training had
         digests.append(piece.digest)
@@ -285,15 +291,21 @@ def choose_all(
 ) -> list[TensorPlan]:
     """Choose how to compress each tensor of `flat`, or each of `names` -> the plans, in the order of the state."""
     masters = _masters(flat)
-    jobs: list[Callable[[], TensorPlan]] = []
+    plans: dict[str, TensorPlan | None] = {}
+    unknown: list[Callable[[], TensorPlan]] = []
     for name, source in flat.tensors.items():
         if names is not None and name not in names:
             continue
         spec = spec_of(name, source.dtype, tuple(source.shape), *place_of(source))
         based = base is not None and base.spec(name) == (spec.dtype, spec.shape)
-        jobs.append(partial(_choose, spec, source, base if based else None, gap, choices, masters, flat))
-    with closing(workers.in_order(jobs)) as plans:
-        return list(plans)
+        known = choices.known(name, gap if based else 0)
+        if known is not None and _still_applies(known[0], known[1], spec, flat):
+            plans[name] = TensorPlan(spec, source, known[0], based, known[1])
+        else:
+            plans[name] = None
+            unknown.append(partial(_choose, spec, source, base if based else None, gap, choices, masters, flat))
+    with closing(workers.in_order(unknown)) as chosen:
+        return [next(chosen) if plan is None else plan for plan in plans.values()]
 
 
 def _choose(
@@ -306,9 +318,6 @@ def _choose(
     flat: FlatState,
 ) -> TensorPlan:
     apart = gap if base is not None else 0
-    known = choices.known(spec.name, apart)
-    if known is not None and _still_applies(known[0], known[1], spec, flat):
-        return TensorPlan(spec, source, known[0], base is not None, known[1])
     master = _master_for(spec, source, masters, flat)
     samples = [
         Sample(
@@ -455,7 +464,8 @@ def code_group(
         read: reads the state from memory that is reused later; None: `host_bytes`.
     """
     fleeting, read = read is not None, read or host_bytes
-    coded = []
+    images: list[Bytes] = []
+    jobs: list[codecs.ChunkJob] = []
     for plan, start, length in group:
         image = read(plan.source, start, length)
         codec = plan.choice.codec
@@ -466,11 +476,16 @@ def code_group(
         elif codec.base_ratio == 2:
             assert plan.master is not None
             reference = read(flat.tensors[plan.master], 2 * start, 2 * length)
-        if codec.name == "raw":
-            payload = image.copy() if fleeting else image
-        else:
-            payload = codecs.encode(codec, image, reference, level=plan.choice.level)
-        share = digest.partial(image, start // 4) if digests else None
+        images.append(image)
+        if codec.name != "raw":
+            jobs.append(codecs.ChunkJob(codec, image, reference, plan.choice.level))
+    encoded = iter(codecs.encode_all(jobs))
+    shares: Sequence[int | None] = [None] * len(group)
+    if digests:
+        shares = digest.partial_of_each(images, [start // 4 for _, start, _ in group])
+    coded = []
+    for (plan, _, length), image, share in zip(group, images, shares, strict=True):
+        payload = (image.copy() if fleeting else image) if plan.choice.name == "raw" else next(encoded)
         coded.append(EncodedChunk(payload, length, checksums.chunk_hash(image.data), share))
     return coded
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ckptstore.formats.codecs.block_loops import apply, as_bytes, decode, encode
 from ckptstore.formats.codecs.blocks import BLOCK, CHUNK, bound
+from ckptstore.formats.codecs.chunk_batches import ChunkJob, encode_all
 from ckptstore.formats.codecs.codec import Buffer, Codec, Method, Sample, word_size
 from ckptstore.formats.codecs.codec_choice import (
     FAST_POLICY,
@@ -58,6 +59,7 @@ __all__ = [
     "TINY",
     "WITHOUT_BASE",
     "Buffer",
+    "ChunkJob",
     "Codec",
     "CodecChoice",
     "Context",
@@ -85,6 +87,7 @@ __all__ = [
     "difference_entropy",
     "distinct_prefixes",
     "encode",
+    "encode_all",
     "evaluate",
     "kind_of",
     "methods_of",

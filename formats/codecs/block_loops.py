@@ -42,7 +42,7 @@ def encode(
     Raises:
         ValueError: the chunk exceeds ``CHUNK``, or the base or ``out`` has the wrong length.
     """
-    data, reference = as_bytes(chunk), _base(codec, len(as_bytes(chunk)), base)
+    data, reference = as_bytes(chunk), base_of(codec, len(as_bytes(chunk)), base)
     if len(data) > CHUNK:
         raise ValueError(f"a chunk has at most {CHUNK} bytes, not {len(data)}")
     target = np.empty(bound(len(data)), np.uint8) if out is None else out
@@ -65,7 +65,7 @@ def decode(codec: Codec, payload: Buffer, length: int, base: Buffer | None = Non
         FormatError: ``length`` exceeds ``CHUNK``.
         ValueError: the base or ``out`` has the wrong length.
     """
-    reference = _base(codec, length, base)
+    reference = base_of(codec, length, base)
     target = _target(length, out)
     cursor, ratio = _cursor(codec, payload, length), codec.base_ratio
     for start in range(0, length, BLOCK):
@@ -106,7 +106,8 @@ def as_bytes(data: Buffer) -> Bytes:
     return np.frombuffer(data, np.uint8)
 
 
-def _base(codec: Codec, length: int, base: Buffer | None) -> Bytes:
+def base_of(codec: Codec, length: int, base: Buffer | None) -> Bytes:
+    """The bytes of a chunk's base; empty if the codec needs none. Raises `ValueError` if it has another length."""
     needed = length * codec.base_ratio
     found = _NOTHING if base is None or not needed else as_bytes(base)
     if len(found) != needed:

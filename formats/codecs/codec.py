@@ -69,6 +69,9 @@ class Codec(Protocol):
     tried: ClassVar[bool]
     """Whether a writer tries it if its policy names no codecs."""
 
+    def __hash__(self) -> int:
+        """Equal codecs, by class and parameters, have equal hashes."""
+
     @property
     def word(self) -> int:
         """Bytes of one word. Trailing bytes of a chunk that make no whole word are stored unchanged."""

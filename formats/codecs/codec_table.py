@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -57,9 +58,10 @@ def methods_of(ratio: int) -> tuple[str, ...]:
     return tuple(name for name in METHODS if _KIND_OF[name].base_ratio == ratio)
 
 
-def copies_of(dtype: str) -> list[Codec]:
+@cache
+def copies_of(dtype: str) -> tuple[Codec, ...]:
     """The codecs that store a tensor of this dtype as a copy of an fp32 master. Empty if no codec can."""
-    return [found for name in sorted(FROM_MASTER) for found in KINDS[name].suited(dtype, (), context=False)]
+    return tuple(found for name in sorted(FROM_MASTER) for found in KINDS[name].suited(dtype, (), context=False))
 
 
 def codec(name: str, params: Mapping[str, Any]) -> Codec:

@@ -61,6 +61,16 @@ def encoded_group(words: Words, level: int, nested: bool, out: Bytes) -> Bytes:
     return out[: core.write_group(words, level, nested, N_LOG_N, space, out, compressed)]
 
 
+def encoded_chunks(
+    new: Bytes, base: Bytes, kinds: Bytes, lengths: Counts, level: int, out: Bytes
+) -> tuple[Bytes, Counts]:
+    """See ``chunk_batches.encoded_chunks``."""
+    ends = np.empty(len(lengths), np.int64)
+    space = scratch("groups", 9 * int(lengths.max(initial=0)) + (1 << 18))
+    size = core.write_chunks(new, base, kinds, lengths, level, N_LOG_N, space, out, ends, compressed)
+    return out[:size], ends
+
+
 def decoded_group(data: Bytes, at: int, how: int, base: Words, out: Words) -> int:
     """See ``blocks.decoded_group``. The reference says what is damaged."""
     end = core.read_group(data, at, how, base, out, scratch("groups", 6 * out.nbytes + (1 << 17)), decompressed)

@@ -200,8 +200,9 @@ def chunk_count(nbytes: int) -> int:
 
 def chunk_extents(nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield (start, length) of each chunk within the logical bytes of a tensor of `nbytes` bytes."""
-    for start in range(0, nbytes, CHUNK):
-        yield start, min(CHUNK, nbytes - start)
+    if 0 < nbytes <= CHUNK:  # nearly always: a generator takes longer
+        return iter(((0, nbytes),))
+    return ((start, min(CHUNK, nbytes - start)) for start in range(0, nbytes, CHUNK))
 
 
 def split(specs: Iterable[TensorSpec], limit: int = SEGMENT_LIMIT - HEADER_LIMIT) -> list[list[TensorSpec]]:

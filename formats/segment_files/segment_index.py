@@ -68,6 +68,7 @@ def index_members(doc: SegmentDoc, payload: int, header_size: int) -> dict[str, 
         FormatError: the index is invalid: a reader would refuse it.
         CorruptSegmentError: the chunks do not fill the payload without gaps and overlaps.
     """
+    known: dict[tuple[str, int], int] = {}
     entries = [entry for step in doc.steps for entry in doc.tensors.get(step, {}).values()]
     chunks = [chunk for entry in entries for chunk in entry.chunks]
     if len(entries) > MAX_ENTRIES or len(chunks) > MAX_CHUNKS:
@@ -76,7 +77,7 @@ def index_members(doc: SegmentDoc, payload: int, header_size: int) -> dict[str, 
     columns: dict[str, Any] = {
         "counts": [len(doc.tensors.get(step, {})) for step in doc.steps],
         "tensor": [_described(tensors, entry) for entry in entries],
-        "codec": [_encoded(codecs, entry) for entry in entries],
+        "codec": [_encoded(codecs, entry, known) for entry in entries],
         "length": [chunk.length for chunk in chunks],
     }
     _check_tiling(chunks, payload, header_size, f"segment {doc.segment}")
@@ -166,10 +167,16 @@ def _described(tensors: _RowTable, entry: TensorEntry) -> int:
     return tensors.row(spec, row)
 
 
-def _encoded(codecs: _RowTable, entry: TensorEntry) -> int:
+def _encoded(codecs: _RowTable, entry: TensorEntry, known: dict[tuple[str, int], int]) -> int:
+    """The row of an entry's codec and parameters. `known` has the rows of the objects seen so far."""
+    row = known.get((entry.codec, id(entry.params)))
+    if row is not None:  # many entries share one object
+        return row
     # The key has the parameters as JSON text: in Python True == 1 == 1.0, but JSON distinguishes them.
     params = dict(entry.params)
-    return codecs.row((entry.codec, jsontext.dumps(params) if params else b""), [entry.codec, params])
+    row = codecs.row((entry.codec, jsontext.dumps(params) if params else b""), [entry.codec, params])
+    known[entry.codec, id(entry.params)] = row
+    return row
 
 
 def _check_tiling(chunks: Sequence[Chunk], payload: int, header_size: int, where: str) -> None:

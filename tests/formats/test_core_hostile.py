@@ -106,6 +106,10 @@ CALLS: dict[str, Callable[[], list[Any]]] = {
     "literals": lambda: [array("u1", 4 * COUNT), array("u1", 4 * COUNT)],
     "read_literals": lambda: [array("u1", 4 * COUNT), array("u1", 4 * COUNT)],
     "write_group": lambda: [array("<u4"), 0, False, N_LOG_N, space(8, 1 << 17), array("u1", OUT - 32), compressed],
+    "write_chunks": lambda: [
+        *(array("u1", 30), array("u1", 10), np.array([4 * 2, 4 * 3 + 2], np.uint8), np.array([20, 10], np.int64), 0),
+        *(N_LOG_N, array("u1", 9 * 20 + (1 << 18)), array("u1", 30 + 2 * 16 + 32), array("<i8", 2), compressed),
+    ],
     "read_group": lambda: [array("u1", 9), 3, 3, array("<u4"), array("<u4"), space(6, 1 << 17), decompressed],
     "write_adam": lambda: [*floats(6), False, *SCALARS, 0, N_LOG_N, space(11), array("u1", 3 * OUT), compressed],
     "read_adam": lambda: [array("u1", 9), 3, *floats(3), False, *SCALARS, space(8), decompressed],
@@ -198,6 +202,7 @@ def test_wrong_sizes(name: str) -> None:
     anything = {("literals", 0), ("literals", 1), ("read_literals", 0), ("read_literals", 1), ("write_group", 0)}
     anything |= {("read_group", 0), ("read_adam", 0), ("step_adam", 7), ("write_replayed", 10)}
     larger |= anything | {("write_group", 3), ("write_group", 4), ("write_group", 5), ("read_group", 5)}
+    larger |= {("write_chunks", at) for at in (5, 6, 7)}
     larger |= {("write_adam", at) for at in (15, 16, 17)} | {("read_adam", 13), ("write_replayed", 19)}
     larger |= {("write_replayed", at) for at in (20, 21)}
     smaller |= anything
@@ -247,6 +252,7 @@ WRITTEN = {
     "moments": [2, 3], "second_moment": [6], "move": [1], "buffered": [2, 3], "block_sums": [3], "piece_sums": [3],
     "mean_scales": [3], "away": [3], "back": [3], "classes": [3, 4], "changes": [2], "unsorted_changes": [4],
     "scaled": [2], "stream": [1], "literals": [1], "read_literals": [1], "write_group": [4, 5], "read_group": [4, 5],
+    "write_chunks": [6, 7, 8],
     "write_adam": [16, 17], "read_adam": [2, 3, 4, 13], "step_adam": [0, 1, 2], "write_replayed": [20, 21],
 }  # fmt: skip
 """Positions of the arguments that are written."""
@@ -303,6 +309,17 @@ def test_arrays_that_overlap(name: str) -> None:
 def test_numbers_out_of_range(name: str, place: int, values: list[int]) -> None:
     for value in values:
         refused(name, changed(CALLS[name](), (place, None), value))
+
+
+def test_chunks_that_are_none() -> None:
+    """Kinds and lengths that do not fit the bytes, also if their sum overflows."""
+    arguments = CALLS["write_chunks"]()
+    for kinds in ([20, 14], [255, 14], [8, 8], [14, 14]):
+        refused("write_chunks", changed(arguments, (2, None), np.array(kinds, np.uint8)), ValueError)
+    for lengths in ([-1, 31], [31, -1], [10, 20], [1 << 62, 1 << 62], [30, 0], [-(1 << 63), 10]):
+        refused("write_chunks", changed(arguments, (3, None), np.array(lengths, np.int64)), ValueError)
+    for level in (-1, 2, 1 << 40):
+        refused("write_chunks", changed(arguments, (4, None), level), ValueError)
 
 
 @pytest.mark.parametrize("where", [[0, 1, 2, 3, 64], [3, 2, 4, 5, 6], [1, 1, 2, 3, 4], [0, 1, 2, 3, 1 << 31]])

@@ -202,11 +202,11 @@ def test_a_wrong_state_digest_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     from ckptstore.formats import digest
     from ckptstore.write.steps import resident_step
 
-    def spoiled(source: Any) -> int:
-        return digest.digest(source.view()) ^ (source.nbytes == 12)  # the tensors named "norm"
+    def spoiled(images: Any) -> list[int]:
+        return [digest.digest(image) ^ (image.nbytes == 12) for image in images]  # the tensors named "norm"
 
     with monkeypatch.context() as patched:
-        patched.setattr(resident_step, "_digest", spoiled)
+        patched.setattr(resident_step, "_digests", spoiled)
         store, truth = fill(tmp_path / "store", DiffOptions(batch=3), 7)
     with pytest.raises(
         ckptstore.CorruptSegmentError, match=r"tensor '\w+.norm': its state digest is not that of step 4"

@@ -122,6 +122,7 @@ def fitting_updates(updates: Sequence[Update], flat: FlatState, base: Base) -> I
     Waits for gradients that a device still sends: what this returns has no `LateGradient`.
     """
     taken: set[str] = set()
+    counts: dict[tuple[int, int], int] = {}  # the updates hold the objects, so their ids stay
     for update in updates:
         specs = {
             None if source is None else (source.dtype, tuple(source.shape))
@@ -132,7 +133,10 @@ def fitting_updates(updates: Sequence[Update], flat: FlatState, base: Base) -> I
             continue
         if any(base.spec(name) != first for name in update.slots) or not taken.isdisjoint(update.slots):
             continue
-        if len(set(update.slots)) != len(update.slots) or len(update.slots) != len(_slots_of(update)):
+        kind = id(update.optimizer), id(update.step)
+        if kind not in counts:
+            counts[kind] = len(_slots_of(update))
+        if len(set(update.slots)) != len(update.slots) or len(update.slots) != counts[kind]:
             continue
         taken.update(update.slots)
         gradient = arrived(update.gradient)

@@ -5,9 +5,11 @@ A writer of one process holds the whole state of the last step, a rank its share
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import chain
+from typing import Final
 
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import Policy
@@ -25,6 +27,9 @@ from ckptstore.write.steps.unexplained_bytes import Unexplained
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["ResidentStep"]
+
+_JOB_BYTES: Final = 1 << 20
+"""Bytes of small tensors whose digests are one job of a thread."""
 
 
 class ResidentStep:
@@ -115,8 +120,8 @@ class ResidentStep:
         if len(known) == len(found):
             return known  # it was copied unit by unit, and the step in memory may be torn by now
         tensors = self.here.tensors
-        with closing(self._workers.in_order(partial(_digest, one) for one in tensors.values())) as digests:
-            return dict(zip(tensors, digests, strict=True))
+        with closing(self._workers.in_order(partial(_digests, some) for some in _groups(tensors.values()))) as digests:
+            return dict(zip(tensors, chain.from_iterable(digests), strict=True))
 
 
 class _Nothing:
@@ -133,7 +138,22 @@ class _Nothing:
         raise AssertionError(f"{length} bytes from {start} of {name!r}: it has no tensor")
 
 
-def _digest(source: TensorSource) -> int:
-    image = source.view()
-    assert image is not None  # snapshots are host memory
-    return digest.digest(image)
+def _groups(tensors: Iterable[TensorSource]) -> Iterator[list[Bytes]]:
+    """The images of the tensors, as many together as are worth a job."""
+    group: list[Bytes] = []
+    filled = 0
+    for source in tensors:
+        image = source.view()
+        assert image is not None  # snapshots are host memory
+        group.append(image)
+        filled += len(image)
+        if filled >= _JOB_BYTES:
+            yield group
+            group, filled = [], 0
+    if group:
+        yield group
+
+
+def _digests(images: Sequence[Bytes]) -> list[int]:
+    sums = digest.partial_of_each(images, [0] * len(images))
+    return [digest.combine(one, nbytes=len(image)) for one, image in zip(sums, images, strict=True)]

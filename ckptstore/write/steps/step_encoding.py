@@ -343,7 +343,11 @@ def code_chunk(
         return None
     numbers = range(len(one.updates))
     hashes = [[checksums.chunk_hash(slot[number].data) for slot in parts] for number in numbers]
-    shares = [[digest.partial(slot[number], start // 4) for slot in parts] for number in numbers] if digests else []
+    shares: list[list[int]] = []
+    if digests:
+        images = [slot[number] for number in numbers for slot in parts]
+        sums = digest.partial_of_each(images, [start // 4] * len(images))
+        shares = [sums[at : at + one.width] for at in range(0, len(sums), one.width)]
     return CodedChunk(payload.copy(), hashes, shares)
 
 
