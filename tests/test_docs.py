@@ -27,6 +27,7 @@ from click.testing import CliRunner
 import ckptstore
 from ckptstore.cli.main import COMMANDS, cli
 from tests import transcripts, warmth
+from tools.objects.server import free_port
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -52,7 +53,7 @@ NOT_RUN = {
         "writer.md",
         3,
     ): "an excerpt of a shim's rank; tests/write/test_replace.py calls `forgo`, the shim of DCP likewise",
-    ("writer.md", 5): "tests/training/test_layerwise_docs.py runs it, and looks at what it prints",
+    ("writer.md", 6): "tests/training/test_layerwise_docs.py runs it, and looks at what it prints",
     ("persistent-memory.md", 0): "a mounted /mnt/pmem0; tests/backends/test_pmem.py opens such URLs in folders",
 }
 """(page, number of the block) -> why it does not run."""
@@ -117,7 +118,7 @@ with ckptstore.open("runs/a").writer() as writer:
     ("tuning.md", 0): "seconds, nbytes = 2000.0, 8_700_000_000",
     ("writer.md", 0): TRAINING + "state = state()",
     ("writer.md", 1): TRAINING + "state = state()",
-    ("writer.md", 4): TRAINING,
+    ("writer.md", 5): TRAINING,
 }
 """(page, number of the block) -> code that the page assumes before that block."""
 
@@ -135,14 +136,6 @@ def scripts() -> Iterator[tuple[str, int]]:
             for number, code in enumerate(blocks(page, "python")):
                 if ">>>" not in code and (page, number) not in NOT_RUN:
                     yield page, number
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_a_room_imports_only_what_it_declares() -> None:
 BORROWED = {
     "IPython": {"_repr_html_"},
     "os": {"_exit"},
-    "sys": {"_getframe"},
+    "sys": {"_current_frames", "_getframe"},
     "threading": {"_register_atexit"},
     "torch.Tensor": {"_version"},
     "torch.cuda": {"_sleep"},

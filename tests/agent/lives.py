@@ -101,7 +101,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(what: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(what: Callable[[], bool], seconds: float = 200.0) -> None:
     """Wait until something is so."""
     end = time.monotonic() + seconds
     while not what():

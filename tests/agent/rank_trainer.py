@@ -33,7 +33,7 @@ from tests.agent.inside import delivered
 
 __all__ = ["OPTIONS", "state"]
 
-OPTIONS = RankOptions(timeout=60, per_rank="rng")
+OPTIONS = RankOptions(timeout=150, per_rank="rng")
 
 
 def state(step: int, rank: int) -> dict[str, Any]:

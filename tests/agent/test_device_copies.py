@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from ckptstore.training import OptimizerStep  # noqa: E402
 from tests.agent.lives import kill, run  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
+from tests.waiting import until  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.device.machine import Machine  # noqa: E402
 
@@ -141,9 +141,7 @@ def watched(machine: Machine, patch: pytest.MonkeyPatch) -> list[str]:
 
 def settled(machine: Machine, registered: int) -> None:
     """Wait until some buffers are registered, so that copies to them are queued."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and len(machine.registered) < registered:
-        time.sleep(0.001)
+    until(lambda: len(machine.registered) >= registered, "nothing is registered")
 
 
 def trained(machine: Machine, place: Path, way: str, *, registers: bool = True) -> dict[int, Any]:

@@ -164,12 +164,14 @@ def test_killed_again_and_again_at_any_moment(tmp_path: Path) -> None:
 import threading
 writer = ckptstore.agent.writer(url, linger_seconds=120, max_in_flight=2)
 state = begun() if writer.parent is None else writer.load()
+first = writer.step + 1
 print("up", writer.step, flush=True)
-threading.Timer(float(sys.argv[2]), kill).start()
-for step in range(writer.step + 1, 10_000):
+for step in range(first, 10_000):
     state = advance(state)
     writer.save_async(state, step)
     print(step, flush=True)
+    if step == first:
+        threading.Timer(float(sys.argv[2]), kill).start()
 """
     reached = 0
     for life in range(short_or(2, 4)):

@@ -73,7 +73,7 @@ def test_a_stopped_agent_is_named_and_waited_for_so_long(tmp_path: Path, monkeyp
         began = time.monotonic()
         with pytest.warns(SilentAgentWarning) as told, pytest.raises(AgentSilentError) as raised:
             writer.save(state, 1)
-        assert 1.5 < time.monotonic() - began < 20
+        assert 1.5 < time.monotonic() - began < 100
         for text in (str(told[0].message), str(raised.value)):
             assert f"process {writer.agent_pid}" in text
             assert f"kill -CONT {writer.agent_pid}" in text
@@ -81,7 +81,7 @@ def test_a_stopped_agent_is_named_and_waited_for_so_long(tmp_path: Path, monkeyp
         began = time.monotonic()
         with pytest.raises(AgentSilentError):
             writer.save(state, 2)
-        assert time.monotonic() - began < 60, "it is known by now"
+        assert time.monotonic() - began < 100, "it is known by now"
         os.kill(writer.agent_pid, signal.SIGCONT)
         until(lambda: answers(writer))
         assert writer.term == 1
@@ -197,7 +197,7 @@ def test_closing_ends_and_the_agent_finishes_later(tmp_path: Path) -> None:
         with contextlib.suppress(AgentSilentError):  # unless it was faster than the signal
             writer.close()
     assert pending.done()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100
     os.kill(pid, signal.SIGCONT)
     until(lambda: not alive(pid))
     assert ckptstore.open(tmp_path / "s").latest_step() == 1
@@ -293,7 +293,7 @@ def test_one_ctrl_c_ends_the_wait_of_a_trainer(tmp_path: Path) -> None:
     trainer.send_signal(signal.SIGINT)
     began = time.monotonic()
     out = trainer.communicate(timeout=60)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50  # after 60 s an error would end it, too
     assert trainer.returncode != 0, out
     assert "KeyboardInterrupt" in out[1]
     assert alive(pid)
@@ -319,7 +319,7 @@ def test_a_training_step_follows_on_error(tmp_path: Path, how: str) -> None:
     pid = next(int(word) for word in words if word.strip().isdigit())
     _stop(pid)
     if how == "raise":
-        _, err = trainer.communicate(timeout=60)
+        _, err = trainer.communicate(timeout=120)
         assert trainer.returncode == 1
         assert "AgentSilentError" in err
         assert "Traceback" in err

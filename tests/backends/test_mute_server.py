@@ -257,7 +257,7 @@ def test_an_abandoned_read_writes_to_no_memory(
 
 def test_a_save_gives_up_in_time(s3: Server, proxy: FaultProxy, url: str) -> None:
     """Without the option each of many requests waits for 20 s, and is sent again."""
-    options = options_for(proxy.port) | {"timeout": 0.5}
+    options = options_for(proxy.port) | {"timeout": 3.0}
     writer = ckptstore.open(url, storage_options=options).writer(poll_seconds=None)
     proxy.rules([Rule("stall", name, seconds=SILENCE) for name in ("create", "head", "get", "range")])
     began = time.monotonic()

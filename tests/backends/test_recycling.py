@@ -745,9 +745,9 @@ def test_a_measurement_decides_once(slower: float, kept: bool, monkeypatch: pyte
 # Readers that race
 
 
-def _read_without_pins(root: str, stop: Any, seed: int, results: Any) -> None:
+def _read_without_pins(root: str, stop: Any, seed: int, loads: Any, results: Any) -> None:
     """Load what the log names, unpinned, again and again: each load is right, or an error says that the checkpoint is
-    gone."""
+    gone. `loads` counts them."""
     from ckptstore.host.threads import workers
     from ckptstore.segments.segment_reader import SegmentReader, load_tensors, map_tensors
 
@@ -772,6 +772,7 @@ def _read_without_pins(root: str, stop: Any, seed: int, results: Any) -> None:
                     errors += 1
                     continue
                 loaded += 1
+                loads.release()
                 held.append((entry.id.step, data))
                 held = held[-4:]
             wrong += sum(bool((data != step % 251).any()) for step, data in held)
@@ -782,9 +783,9 @@ def test_readers_beside_a_writer_that_recycles_never_see_wrong_bytes(tmp_path: P
     store = recycling_store(tmp_path)
     save(store, 1)
     spawn = multiprocessing.get_context("spawn")
-    stop, results = spawn.Event(), spawn.Queue()
+    stop, loads, results = spawn.Event(), spawn.Semaphore(0), spawn.Queue()
     readers = [
-        spawn.Process(target=_read_without_pins, args=(str(tmp_path), stop, seed, results), daemon=True)
+        spawn.Process(target=_read_without_pins, args=(str(tmp_path), stop, seed, loads, results), daemon=True)
         for seed in (1, 2)
     ]
     for reader in readers:
@@ -792,6 +793,7 @@ def test_readers_beside_a_writer_that_recycles_never_see_wrong_bytes(tmp_path: P
     recycled, before = 0, segment_path(store, tmp_path, 1).stat().st_ino
     try:
         for step in range(2, 20):
+            assert loads.acquire(timeout=120)  # on a busy machine they might have no turn until the end
             save(store, step)
             retire(store, step - 1)
             collect(store.journal)
@@ -800,7 +802,7 @@ def test_readers_beside_a_writer_that_recycles_never_see_wrong_bytes(tmp_path: P
             before = next((path.stat().st_ino for path in spare(tmp_path)), 0)
     finally:
         stop.set()
-    found = [results.get(timeout=60) for _ in readers]
+    found = [results.get(timeout=120) for _ in readers]
     for reader in readers:
         reader.join(120)
     assert sum(wrong for _, _, wrong in found) == 0, found

@@ -493,6 +493,12 @@ def test_a_save_for_which_nothing_can_be_deleted_fails_as_ever(disk: Path) -> No
 
 def test_several_threads_that_find_no_space_collect_once() -> None:
     """The second waits for the first, and then tries again."""
+    # On a busy machine the second may come when the first has ended, and collects, too.
+    assert any(collections_of_two(pause) == 1 for pause in (0.1, 1.0, 10.0))
+
+
+def collections_of_two(pause: float) -> int:
+    """How often two threads collect that find no space at the same time; the second has `pause` seconds to come."""
     disk = RamPosix()
     folders = Folders("/store", disk)
     room = Room(folders, disk, SpareFiles(folders, disk, Recycling(folders, disk, "never")))
@@ -502,7 +508,7 @@ def test_several_threads_that_find_no_space_collect_once() -> None:
     def reclaim() -> int:
         calls.append(1)
         entered.set()
-        assert leave.wait(30)
+        assert leave.wait(120)
         assert not room.make(), "within itself"
         return 10 if len(calls) == 1 else 0
 
@@ -510,14 +516,16 @@ def test_several_threads_that_find_no_space_collect_once() -> None:
     room.reclaiming.reclaim = reclaim
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(room.make)
-        assert entered.wait(30)
+        assert entered.wait(120)
         second = pool.submit(room.make)
-        time.sleep(0.1)
+        time.sleep(pause)
         leave.set()
         assert first.result()
-        assert second.result()
-    assert calls == [1]
+        made = second.result()
+    found = len(calls)
+    assert made == (found == 1)
     assert not room.make(), "there is nothing more"
+    return found
 
 
 class Allocating(Sized):

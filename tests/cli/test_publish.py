@@ -113,10 +113,26 @@ def test_it_goes_on_until_a_signal_comes(tmp_path: Path, number: int, code: int)
             process.kill()
             process.wait()
     assert process.returncode == code, errors
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < PATIENCE
     assert "Traceback" not in errors
     assert not (tmp_path / "run" / "pins").exists() or not list((tmp_path / "run" / "pins").iterdir())
     assert sorted(one.name for one in to.iterdir()) == ["latest.json", "weight_v000001", "weight_v000002"]
+
+
+WAITING: Final = """
+import time
+from ckptstore.following import version_writer
+files = []
+def waits(name):
+    files.append(name)
+    if len(files) == 3:
+        print("inside", flush=True)
+        time.sleep(600)
+version_writer.crash_point = waits
+from ckptstore.cli.main import main
+main()
+"""
+"""The command; it waits once the tensors of three files are written."""
 
 
 def test_sigterm_while_a_version_is_written(tmp_path: Path) -> None:
@@ -128,13 +144,14 @@ def test_sigterm_while_a_version_is_written(tmp_path: Path) -> None:
         with store.publish(to) as publisher:
             assert publisher.look() is not None
         writer.save(big, 2)
-    process = warmth.start([*COMMAND, str(tmp_path / "run"), "--to", str(to), "--max-shard-size", "4MB", "--sha256"])
-    second = to / "weight_v000002"
-    deadline = time.monotonic() + PATIENCE
-    while len(list(second.glob("*.safetensors"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    command = [sys.executable, "-c", WAITING, "publish", str(tmp_path / "run"), "--to", str(to)]
+    process = warmth.start([*command, "--max-shard-size", "4MB", "--sha256"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "inside\n"
+    assert len(list((to / "weight_v000002").glob("*.safetensors"))) >= 2
     process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE) == 143
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 143
     pointer = json.loads((to / "latest.json").read_text())
     assert pointer["version"] == 1
     assert sorted(one.name for one in to.iterdir()) == ["latest.json", "weight_v000001"]

@@ -23,6 +23,7 @@ from tests import warmth
 from tests.following.published import pull_as_slime
 from tests.following.test_publishing import Place, images, model, publisher, reading, told
 from tests.forms import short_or
+from tests.waiting import until
 from tools.objects.server import Server
 
 pytestmark = pytest.mark.slow
@@ -147,6 +148,11 @@ def test_a_kill_of_the_command_at_a_bucket(s3: Server, tmp_path: Path, point: st
     assert place.read()[1] == images(model(4))
 
 
+def newest(seen: list[list[int]]) -> int:
+    """The newest version that a reader has seen; 0: none has seen any."""
+    return max((version for versions in seen for version in versions[-1:]), default=0)
+
+
 def test_readers_beside_a_publisher_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """Every read finds a whole version, never an older one than before, and at last the newest."""
     store, root = ckptstore.open(tmp_path / "run"), tmp_path / "published"
@@ -176,15 +182,20 @@ def test_readers_beside_a_publisher_that_is_killed_again_and_again(tmp_path: Pat
     chance, step = random.Random(7), 1
     try:
         for _ in range(short_or(4, 60)):
+            before = newest(seen)
             victim = warmth.start(command)
             for _ in range(3):
                 step += 1
                 save(store, step)
                 time.sleep(chance.uniform(0.0, 0.2))
+            until(lambda before=before: wrong or newest(seen) > before)  # a busy machine may have begun nothing yet
+            time.sleep(chance.uniform(0.0, 0.1))
             victim.kill()
             victim.wait()
         with store.publish(root, full_every=3, sha256=True) as published:
             published.look()
+        last = reading.read(root)[0]["version"]
+        until(lambda: wrong or all(versions[-1:] == [last] for versions in seen))
     finally:
         ended.set()
         for one in readers:

@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from ckptstore.host.buffers import aligned, region_of  # noqa: E402
 from ckptstore.write.policy.delta_options import DeltaOptions  # noqa: E402
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
 from tests.forms import short_or  # noqa: E402
+from tests.waiting import until  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.device.machine import Machine  # noqa: E402
 
@@ -84,11 +84,7 @@ def trained(
 
 def settled(device: Machine) -> None:
     """Wait until some memory that was mapped for saves is registered."""
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline:
-        if device.ranges.starts:
-            return
-        time.sleep(0.001)
+    until(lambda: device.ranges.starts, "nothing is registered")
 
 
 def wrong(place: Path, wanted: dict[int, list[Any]]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa:
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 from tests.frameworks.shard_ranks import SHAPES, whole  # noqa: E402
+from tools.objects.server import free_port  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -151,12 +151,6 @@ def test_boxes_of_lazy_and_scalar_tensors() -> None:
     scalar = torch.zeros(())
     copy_box_into(scalar, (), np.array(2.5, "<f4").view("u4"))
     assert scalar.item() == 2.5
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.mark.skipif(not hasattr(dist.ProcessGroup, "get_group_store"), reason="needs torch 2.9")

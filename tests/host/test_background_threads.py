@@ -58,12 +58,15 @@ def test_the_end_is_done_whatever_the_work_raised() -> None:
 
 def test_a_job_after_a_time_can_be_cancelled() -> None:
     done: list[int] = []
-    cancel = background_threads.after(0.2, lambda: done.append(1))
+    before = set(threading.enumerate())
+    cancel = background_threads.after(600, lambda: done.append(1))
+    (thread,) = set(threading.enumerate()) - before
     happened = threading.Event()
     background_threads.after(0.01, happened.set)
     assert happened.wait(120)
     cancel()
-    time.sleep(0.3)
+    thread.join(120)
+    assert not thread.is_alive()
     assert done == []
 
 

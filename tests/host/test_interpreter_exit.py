@@ -21,7 +21,10 @@ import os, sys, threading, time
 import numpy as np
 import ckptstore
 from ckptstore import DiffOptions
+from ckptstore.host import interpreter_exit
 from tests.write.held import hold
+
+interpreter_exit.SILENT_SECONDS = 600  # nothing is said of a busy disk
 
 def state(step):
     return {"w": np.full(1 << 18, step, "<f4") + np.arange(1 << 18, dtype="<f4") / (1 << 20)}
@@ -200,7 +203,21 @@ import ckptstore.host.interpreter_exit as exiting
 exiting.SILENT_SECONDS = 0.2
 store, writer = fill(path, [1], max_in_flight=4)
 writer.wait()
-hold(store, writer, float(sys.argv[2]))
+gate = hold(store, writer, 600)
+
+def report(text, write=sys.stderr.write):
+    if sys.argv[2] == "reported" and "the interpreter ends" in text:
+        gate.set()
+    return write(text)
+
+def told():
+    os.read(0, 1)
+    time.sleep(0.2)
+    gate.set()
+
+sys.stderr.write = report
+if sys.argv[2] == "told":
+    threading.Thread(target=told, daemon=True).start()
 for step in (2, 3):
     writer.save_async(state(step), step)
 print("ready", flush=True)
@@ -208,7 +225,7 @@ print("ready", flush=True)
 
 
 def test_the_wait_is_reported_with_its_reason(tmp_path: Path) -> None:
-    done = run(SLOW, tmp_path / "store", "1")
+    done = run(SLOW, tmp_path / "store", "reported")
     assert done.returncode == 0
     assert f"ckptstore: {tmp_path / 'store'}: the interpreter ends once steps 2 to 3 (2) are written" in done.stderr
     check(tmp_path / "store", [1, 2, 3])
@@ -224,7 +241,7 @@ def test_ctrl_c_gives_up(tmp_path: Path) -> None:
             "-c",
             begin + "threading.Thread(target=lambda: None).start()",
             tmp_path / "store",
-            "600",
+            "never",
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -333,7 +350,8 @@ def test_sigterm_while_the_interpreter_ends(tmp_path: Path) -> None:
         "fill(path, [1], max_in_flight=4)", "fill(path, [1], max_in_flight=4, diffs=DiffOptions(batch=9))"
     )
     child: Any = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + code, tmp_path / "store", "2"],
+        [sys.executable, "-c", BEGIN + code, tmp_path / "store", "told"],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -342,7 +360,7 @@ def test_sigterm_while_the_interpreter_ends(tmp_path: Path) -> None:
     try:
         assert "Ctrl-C gives up" in child.stderr.readline()
         child.send_signal(signal.SIGTERM)
-        _, said = child.communicate(timeout=120)
+        _, said = child.communicate("\n", timeout=120)  # the medium answers only after the signal
     finally:
         child.kill()
     assert said == ""

@@ -10,7 +10,6 @@ import pickle
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -41,6 +40,7 @@ from tests.forms import long_only  # noqa: E402
 from tests.integrations import dcp_loop  # noqa: E402
 from tests.integrations.dcp_job import same  # noqa: E402
 from tools.dcp_tests.__main__ import patched  # noqa: E402
+from tools.objects.server import free_port  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
 pytestmark = [
@@ -254,22 +254,26 @@ def test_a_turn_that_never_begins_is_given_up() -> None:
     with later:
         assert time.monotonic() - began > 0.04
     with last, lost:
-        assert time.monotonic() - began < 5
+        assert lost.over
 
 
 def test_a_turn_that_nobody_has_any_more_is_over() -> None:
-    turns = SaveTurns(60)
+    turns = SaveTurns(200)
     turns.take()  # its thread has ended
     began = time.monotonic()
     with turns.take():
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 100
 
 
-def test_each_store_has_turns_of_its_own() -> None:
+LONG_TURNS = "ckptstore.integrations.dcp.save_turns._PATIENCE"
+
+
+def test_each_store_has_turns_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LONG_TURNS, 200.0)
     one, other = turns_of("one").take(), turns_of("other").take()
     began = time.monotonic()
     with other:
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 100
     assert other.over
     assert not one.over
 
@@ -281,12 +285,13 @@ class Broken(DefaultSavePlanner):
         raise ValueError("no plan")
 
 
-def test_a_save_does_not_wait_for_one_whose_planner_failed(tmp_path: Path) -> None:
+def test_a_save_does_not_wait_for_one_whose_planner_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LONG_TURNS, 200.0)
     kept = [CkptstoreWriter(tmp_path / "s", step) for step in (1, 2)]
     failed: Any = dcp.async_save(state(1), storage_writer=kept[0], planner=Broken(), no_dist=True)
     began = time.monotonic()
     dcp.async_save(state(2), storage_writer=kept[1], no_dist=True).result()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 100
     with pytest.raises(CheckpointException, match="no plan"):
         failed.result()
     dcp.async_save(state(3), storage_writer=kept[0], planner=Broken(), no_dist=True)  # it may be used again
@@ -466,9 +471,7 @@ def run(warm: Warm, folder: Path, size: int, *names: str) -> None:
 
     The ranks end as usual, because torch ends the processes that `async_save` started only then.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         warm.start(
             [sys.executable, "-m", "tests.integrations.dcp_job", str(port), str(rank), str(size), str(folder), *names],
@@ -493,9 +496,9 @@ def run(warm: Warm, folder: Path, size: int, *names: str) -> None:
 def test_a_loop_that_is_killed_five_times_has_the_same_losses(tmp_path: Path, warm: Warm, workers: int) -> None:
     """Dropout, shuffling, two micro-batches in a step, every step saved; killed at random."""
 
-    def start(store: str, losses: str) -> Any:
+    def start(store: str, losses: str, crash: str = "") -> Any:
         command = [sys.executable, "-m", "tests.integrations.dcp_loop", str(tmp_path / store), str(tmp_path / losses)]
-        return warm.start([*command, str(workers)])
+        return warm.start([*command, str(workers)], env={**os.environ, "CKPTSTORE_CRASH_AT": crash})
 
     def lines(losses: str) -> list[str]:
         path = tmp_path / losses
@@ -507,7 +510,8 @@ def test_a_loop_that_is_killed_five_times_has_the_same_losses(tmp_path: Path, wa
     assert len(set(wanted)) == dcp_loop.STEPS
     chance, kills = random.Random(workers), 0
     while kills < 5:
-        with start("run", "losses") as run:
+        # At the latest at its fifth commit: on a busy machine this process may notice a step too late.
+        with start("run", "losses", "commit.created:5") as run:
             before, enough = len(lines("losses")), chance.randrange(1, 6)
             while run.poll() is None and len(lines("losses")) < before + enough:
                 time.sleep(0.001)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from ckptstore.errors import UsageError
 from ckptstore.integrations.lightning import StepCheckpoint
 from tests.forms import LONG, long_only, short_or
 from tests.integrations.lightning_job import CASES, Net, Stop, fit, trainer_of
+from tools.objects.server import free_port
 from tools.warm import MODULES, Warm
 
 pytestmark = [
@@ -129,17 +129,17 @@ def test_a_run_that_is_killed_at_random_continues_bit_for_bit(tmp_path: Path, wa
 def test_the_example_is_killed_and_continues(tmp_path: Path, warm_lightning: Warm) -> None:
     script = Path(__file__).parents[2] / "examples" / "lightning" / "train.py"
 
-    def start(folder: str) -> Any:
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        return warm_lightning.start([sys.executable, str(script), str(tmp_path / folder)], **streams)
+    def start(folder: str, crash: str = "") -> Any:
+        how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        how["env"] = {**os.environ, "CKPTSTORE_CRASH_AT": crash}
+        return warm_lightning.start([sys.executable, str(script), str(tmp_path / folder)], **how)
 
     alone = start("alone").communicate(timeout=200)[0]
     assert "step 48: weights" in alone
-    run, store = start("run"), ckptstore.open(tmp_path / "run" / "steps")
-    while run.poll() is None and (store.latest_step() or 0) < 5:
-        time.sleep(0.01)
-    run.kill()
-    run.wait()
+    run, store = start("run", "commit.created:6"), ckptstore.open(tmp_path / "run" / "steps")
+    run.communicate(timeout=200)
+    assert run.returncode == -signal.SIGKILL
+    assert store.latest_step() is not None
     assert start("run").communicate(timeout=200)[0] == alone
     assert len(ckptstore.open(tmp_path / "run" / "best").tags()) == 2
 
@@ -147,9 +147,7 @@ def test_the_example_is_killed_and_continues(tmp_path: Path, warm_lightning: War
 @pytest.mark.parametrize("case", [pytest.param("ddp", marks=long_only), "fsdp"])
 def test_ranks_continue_bit_for_bit(tmp_path: Path, case: str, warm_lightning: Warm) -> None:
     def ranks(*runs: tuple[str, str, str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         jobs = []
         for rank in ("0", "1"):
             place = {"LOCAL_RANK": rank, "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

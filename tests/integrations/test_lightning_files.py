@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from ckptstore.errors import UnsupportedStateError, UsageError
 from ckptstore.integrations.lightning import CkptstoreIO, StepCheckpoint
 from tests.integrations.lightning_job import Manual, Net, lines_of, trainer_of
 from tests.store.states import same
+from tools.objects.server import free_port
 from tools.warm import MODULES, Warm
 
 pytestmark = [
@@ -149,9 +149,7 @@ def test_the_folder_of_a_sharded_strategy(tmp_path: Path, warm_lightning: Warm) 
     """Two ranks with FSDP2 write a folder of DCP beside ``meta.pt``, and continue from the file that is made of it."""
 
     def ranks(name: str, epochs: int, ckpt: str = "") -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         command = [sys.executable, "-m", "tests.integrations.lightning_sharded_job", str(tmp_path), name, str(epochs)]
         place = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 
 import ckptstore
 from tests.forms import short_or
+from tools.objects.server import free_port
 
 pytest.importorskip(
     "torchtitan", reason="`make test-torchtitan` installs it apart: its package needs wandb and datasets"
@@ -29,9 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def job(folder: Path, mode: str, pace: float = 0.0, last: int = LAST) -> Iterator[list[subprocess.Popen[str]]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.integrations.titan_job"]

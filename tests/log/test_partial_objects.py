@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import uuid
@@ -329,11 +330,10 @@ def test_a_slot_that_a_dead_writer_tore_is_damage_after_a_bounded_time(make: Mak
     store = watched(make("run"), reveal)
     key = newest_slot(plain)
     reveal.begin(key, [0, 10], forever=True)
-    begun = time.monotonic()
     with pytest.raises(ckptstore.CorruptLogError, match=f"slot {slot_of(key)} is damaged"):
         store.latest_step()
-    assert time.monotonic() - begun < partial_objects.STILL + 3
-    looks = reveal.looks[key]
+    looks = reveal.looks[key]  # with growing pauses between them, which alone count as time
+    assert looks < 20
     with pytest.raises(ckptstore.CorruptLogError):
         store.latest_step()
     assert reveal.looks[key] == looks + 1, "what was found torn for good is not waited for again"
@@ -658,11 +658,12 @@ def test_readers_beside_a_writer_never_see_damage(
         readers = [threading.Thread(target=look, args=(number,)) for number in range(2)]
         for reader in readers:
             reader.start()
-        for step in range(short_or(100, 200)):
+        for step in itertools.count():
+            if step >= short_or(100, 200) and min(counts) > 10:  # on a busy machine readers may come late
+                break
             writer.save({"w": step}, step=step)
         done.set()
         for reader in readers:
             reader.join()
     assert failures == []
-    assert min(counts) > 10
     assert store.verify().ok

@@ -100,7 +100,7 @@ def test_a_requester_of_a_live_writer(fresh: Callable[[], Path], point: str) -> 
     with store.writer(deltas=CHAIN, poll_seconds=0.02) as writer:
         command = [sys.executable, "-c", "from ckptstore.cli.main import main; main()", "compact", str(root)]
         environment = {**os.environ, "CKPTSTORE_CRASH_AT": point}
-        died = warmth.nursery().run([*command, "--max-depth", "1"], env=environment, timeout=60)
+        died = warmth.nursery().run([*command, "--max-depth", "1"], env=environment, timeout=240)
         assert died.returncode == -signal.SIGKILL, died.stderr
         end = time.monotonic() + 120
         while store.backend.list("req/") and time.monotonic() < end:

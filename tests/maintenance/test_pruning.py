@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 import warnings
@@ -20,6 +21,7 @@ from ckptstore.log import fold_writer, requests
 from ckptstore.log.term import open_term
 from tests.forms import short_or
 from tests.store.states import same
+from tests.waiting import until
 from tests.write.trainer import Trainer
 from tools.bench.storage.catalog import make
 from tools.conformance.comparing import differences
@@ -442,10 +444,12 @@ def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) 
     failures: list[BaseException] = []
     restored: list[int] = []
     most, steps = 0, short_or(90, 300)
+    rounds = [0, 0, 0]
 
     def restore(which: int) -> None:
         own = ckptstore.open(tmp_path / "store")
         while not ended.is_set():
+            rounds[which] += 1
             try:
                 if found := own.checkpoints():
                     step = found[which].step
@@ -467,6 +471,7 @@ def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) 
                 failures.append(error)
                 return
             most = max(most, len(own.backend.list("seg/")))
+            rounds[1] += 1
             ended.wait(0.02)
 
     threads = [threading.Thread(target=restore, args=(which,)) for which in (0, -1)]
@@ -477,6 +482,9 @@ def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) 
             thread.start()
         for step in range(1, steps + 1):
             writer.save_async(state(step), step, metadata={"loss": loss(step)})
+            if step % 5 == 0:  # on a busy machine one of them might have no turn for many steps
+                before = list(rounds)
+                until(lambda before=before: failures or all(map(operator.gt, rounds, (one + 1 for one in before))))
             if step in (steps // 3, steps // 3 * 2):
                 writer.wait()
                 writer.tag("mark", step)

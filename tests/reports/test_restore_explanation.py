@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import time
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import ckptstore
 from ckptstore.formats import codecs
 from ckptstore.host.threads import default_threads
 from ckptstore.reports.restore_explanation import Explanation, PlanStep, explain
+from ckptstore.restore import restore_rates
 from ckptstore.restore.restore_plan import Rates
 from tests.write.test_deltas import fill, trajectory
 
@@ -63,14 +65,16 @@ def test_a_derived_copy_counts_its_master(tmp_path: Path) -> None:
 def test_loading_a_kernel_is_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded kernels decode a thousand times faster than the first call shows: an estimate was 30 times too long."""
     store = fill(tmp_path / "store", trajectory(4), 1)
-    calls, before = itertools.count(), codecs.apply
+    calls, before, clock = itertools.count(), codecs.apply, [0.0]
+    lock = threading.Lock()
 
     def slow_at_first(*arguments: Any) -> Any:
-        if not next(calls):
-            time.sleep(1.0)
+        with lock:
+            clock[0] += 1e-4 if next(calls) else 1.0
         return before(*arguments)
 
     monkeypatch.setattr(codecs, "apply", slow_at_first)
+    monkeypatch.setattr(restore_rates, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     plan = explain(store.journal, 4)
     assert plan.rates.startup > 0.9
     # 1 MiB per second by each thread is the rate of the first call.

@@ -21,8 +21,11 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "mode", [pytest.param(one, marks=long_only) if one == "full" else one for one in sorted(MODES)]
 )
 def test_nothing_acknowledged_is_lost(tmp_path: Path, mode: str) -> None:
-    done = campaign(tmp_path, mode, short_or(2, 3), seed=5)
-    assert sum(done.kills.values()) == short_or(2, 3)
+    for attempt in range(5):  # on a busy machine nothing may be durable within half a second
+        done = campaign(tmp_path / str(attempt), mode, short_or(2, 3), seed=5)
+        assert sum(done.kills.values()) == short_or(2, 3)
+        if done.newest:
+            break
     assert done.newest > 0
 
 

@@ -10,7 +10,6 @@ import gc
 import json
 import math
 import threading
-import time
 import uuid
 import warnings
 from collections.abc import Callable
@@ -730,13 +729,13 @@ def test_copies_of_layers_are_counted_until_they_are_freed() -> None:
 
 def test_copies_for_an_abandoned_save_are_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only when Python collects cycles: most of their reads are cancelled."""
-    read = TorchSource.read
+    read, may = TorchSource.read, threading.Event()
 
-    def slowly(source: TorchSource, offset: int, out: Any) -> None:
-        time.sleep(0.02)
+    def held(source: TorchSource, offset: int, out: Any) -> None:
+        may.wait(60)
         read(source, offset, out)
 
-    monkeypatch.setattr(TorchSource, "read", slowly)
+    monkeypatch.setattr(TorchSource, "read", held)
     with simulated():
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(20))).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -752,9 +751,12 @@ def test_copies_for_an_abandoned_save_are_freed_at_once(monkeypatch: pytest.Monk
                     model(torch.ones(2, 64, device="cuda")).sum().backward()
                     optimizer.step()
                     assert step == 1 or bridge.device_bytes() > before
+                    threading.Timer(0.05, may.set).start()
                     it.abandon()
                     assert bridge.device_bytes() == before
+                    may.clear()
         finally:
+            may.set()
             gc.enable()
         torch.cuda.synchronize()
 

@@ -83,7 +83,7 @@ def test_a_writer_continues_after_a_passing_fault(s3: Server, proxy: FaultProxy)
 def test_a_slot_that_lands_late_is_found_by_the_one_who_sent_it(s3: Server, proxy: FaultProxy) -> None:
     trial = Trial(s3, proxy, deltas=None)
     trial.save()
-    proxy.rules([Rule("late", "create", path="log/", seconds=0.6)])
+    proxy.rules([Rule("late", "create", path="log/", seconds=2.0)])
     trial.save()
     assert trial.acknowledged == {1, 2}
     sent = [one for one in proxy.log() if one["fault"]]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.forms import long_only
+from tools.baselines import medium
 from tools.baselines.medium import Disk as Medium
 from tools.bench.storage.rounds import WorkerError
 from tools.bench.training.training_cases import Case
@@ -76,19 +76,17 @@ def test_throughput_by_interval(asked: Asked) -> None:
     assert result.figures[0].series["ckptstore, N = 4"][1] == pytest.approx(1 / 1.02)
 
 
-def test_the_disk_of_the_paper() -> None:
+def test_the_disk_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = disk_like_the_papers(0.02, 18e6)
     assert disk.rate == pytest.approx(18e6 / 0.36 / 0.46)
     assert disk.rate is not None
     assert 18e6 / disk.rate + 18e6 / disk.stream == pytest.approx(0.36), "one stream takes 18 iterations"
-    found = Medium(2e6, 2e6)
-    began = time.monotonic()
-    streams = [threading.Thread(target=found.take, args=(100_000,)) for _ in range(3)]
-    for one in streams:
-        one.start()
-    for one in streams:
-        one.join()
-    assert 0.2 <= time.monotonic() - began < 0.29, "three streams share the channel, and overlap the rest"
+    found, slept = Medium(2e6, 2e6), list[float]()
+    with monkeypatch.context() as patch:  # three streams that begin at the same instant
+        patch.setattr(medium, "time", SimpleNamespace(monotonic=lambda: 7.0, sleep=slept.append))
+        for _ in range(3):
+            found.take(100_000)
+    assert slept == pytest.approx([0.1, 0.15, 0.2]), "three streams share the channel, and overlap the rest"
 
 
 def test_the_disk_of_a_loop_and_of_its_agent() -> None:

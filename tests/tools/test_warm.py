@@ -105,8 +105,10 @@ def test_it_ends_as_an_interpreter_does(nursery: Warm) -> None:
     code = """
     import atexit, sys, threading, time
     atexit.register(lambda: print("atexit"))
-    threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
+    printed = threading.Event()
+    threading.Thread(target=lambda: (printed.wait(), time.sleep(0.05), print("thread"))).start()
     print("main")
+    printed.set()
     raise KeyError("what it lacked")
     """
     done = nursery.run(python(code))
@@ -197,12 +199,12 @@ def test_a_script_starts_another_in_the_same_nursery(nursery: Warm) -> None:
         with Warm.borrowed() as warm:
             other = warm.start([sys.executable, "-c", "import os, sys; print(os.getppid(), 'numpy' in sys.modules)"],
                 stdout=subprocess.PIPE, text=True)
-            told = other.communicate(60)[0]
+            told = other.communicate(120)[0]
             waits = warm.start([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
         print(told.strip(), waits.pid)
     """
     first = nursery.start(python(code), stdin=nursery.lent, stdout=PIPE, text=True)
-    parent, has_numpy, waits = first.communicate(60)[0].split()
+    parent, has_numpy, waits = first.communicate(120)[0].split()
     assert has_numpy == "True"
     assert Path(f"/proc/{waits}/stat").read_text().rpartition(")")[2].split()[1] == parent
     os.kill(int(waits), signal.SIGKILL)
@@ -229,7 +231,7 @@ def test_closing_it_does_not_wait_for_forks_of_its_creator() -> None:
     try:
         closing = threading.Thread(target=warm.close, daemon=True)
         closing.start()
-        closing.join(20)
+        closing.join(120)
         assert not closing.is_alive()
     finally:
         os.close(writing)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -20,14 +19,13 @@ from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.training import fsdp_job  # noqa: E402
+from tools.objects.server import free_port  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
 
 def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, ...] = ()) -> None:
     """Run a job to its end; raises an error with the ranks' output. `expected`: exit statuses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         warm.start(
             [sys.executable, "-m", "tests.training.fsdp_job", str(port), str(rank), str(size), str(folder), *names],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -29,6 +28,7 @@ from tests.training import test_sparse_replica  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 from tools.kills import shim_kills  # noqa: E402
+from tools.objects.server import free_port  # noqa: E402
 from tools.warm import Script as Started  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
@@ -227,9 +227,7 @@ dist.destroy_process_group()
 
 
 def started(warm: Warm, store: Path, *how: object) -> list[Started]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [list(map(str, (store, port, rank, *how))) for rank in range(2)]
     return [warm.start([sys.executable, "-c", TRAINER, *own], stdout=subprocess.PIPE, text=True) for own in words]
 

@@ -104,7 +104,7 @@ def test_every_step_to_a_slow_bucket_causes_a_warning(s3: Server, monkeypatch: p
     assert len(told) == 1
     assert "of its pace" in told[0]
     assert f"remote={url!r}" in told[0]
-    assert seen[0].filename == __file__
+    assert {one.filename for one in seen if one.category is SlowSavesWarning} == {__file__}
 
 
 # -- the space of a run without rules
@@ -178,9 +178,10 @@ def test_a_run_without_rules_says_so_at_its_first_save(tmp_path: Path, caplog: p
 def test_only_the_caller_s_own_function_needs_a_thread(tmp_path: Path) -> None:
     """Two threads beside the caller's take part in a save: one writes, one commits."""
     seen: list[set[str]] = []
+    before = set(threading.enumerate())  # those of an earlier test may still be ending
 
     def names(metrics: SaveMetrics) -> None:
-        seen.append({thread.name.rstrip("_0123456789") for thread in threading.enumerate()})
+        seen.append({thread.name.rstrip("_0123456789") for thread in set(threading.enumerate()) - before})
 
     model = torch.nn.Linear(8, 8)
     for on_metrics in (None, names):

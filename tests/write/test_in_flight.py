@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
 from ckptstore.errors import StorageError
 from ckptstore.write.saves.in_flight import Place, Places
 from ckptstore.write.saves.ledger import Failures
+from tests.waiting import until, until_it_waits
 
 
-def taken(places: Places) -> Place | None:
-    """A slot, or None if none is free."""
-    found: list[Place] = []
-    thread = threading.Thread(target=lambda: found.append(places.take()[0]), daemon=True)
+def taking(places: Places) -> tuple[threading.Thread, list[float]]:
+    """A thread that waits for a slot, and the seconds that it has waited, once it has one."""
+    waited: list[float] = []
+    thread = threading.Thread(target=lambda: waited.append(places.take()[1]), daemon=True)
     thread.start()
-    thread.join(0.1)
-    return found[0] if found else None
+    until_it_waits(thread, "Places.take")
+    return thread, waited
+
+
+def taken(places: Places) -> Place:
+    """A slot, if one is free."""
+    found: list[Place] = []
+    threading.Thread(target=lambda: found.append(places.take()[0]), daemon=True).start()
+    until(lambda: found, "no slot is free")
+    return found[0]
 
 
 def test_one_beyond_the_limit_waits_until_another_leaves() -> None:
@@ -26,17 +36,14 @@ def test_one_beyond_the_limit_waits_until_another_leaves() -> None:
     first, waited = places.take()
     assert waited < 5
     places.take()
-    found: list[float] = []
-    thread = threading.Thread(target=lambda: found.append(places.take()[1]))
-    thread.start()
-    thread.join(0.1)
-    assert thread.is_alive()
+    thread, found = taking(places)
+    time.sleep(0.05)
+    assert found == []
     first.leave()
     first.leave()  # which does nothing
-    thread.join(10)
-    assert not thread.is_alive()
+    thread.join(120)
     assert found[0] >= 0.05
-    assert taken(places) is None, "a place that is left twice is one place"
+    taking(places)  # waits: a place that is left twice is one place
 
 
 def test_an_unreported_failure_is_raised_and_takes_no_slot() -> None:
@@ -46,7 +53,7 @@ def test_an_unreported_failure_is_raised_and_takes_no_slot() -> None:
         failures.add(1, step, StorageError("full"))
         with pytest.raises(StorageError, match="full"):
             places.take()
-    assert taken(places) is not None
+    taken(places)
 
 
 def test_a_failure_while_a_save_waits_for_its_place() -> None:
@@ -63,9 +70,9 @@ def test_a_failure_while_a_save_waits_for_its_place() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(0.05)
+    until_it_waits(thread, "Places.take")
     failures.add(1, 1, failed := StorageError("full"))
     first.leave()
-    thread.join(10)
+    thread.join(120)
     assert found == [failed]
-    assert taken(places) is not None
+    taken(places)

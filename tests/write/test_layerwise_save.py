@@ -17,6 +17,7 @@ from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.states.state import FlatState
 from ckptstore.store import Store
 from ckptstore.write.capture.layerwise_save import Awaited, LayeredSave
+from tests.waiting import once_it_waits
 from tests.write import inside
 
 LAYERS = {"first": ("a.w", "a.m"), "second": ("b.w",)}
@@ -127,7 +128,7 @@ def test_a_layer_is_waited_for_alone(store: ckptstore.Store) -> None:
         save.wait("first")
         change(state, "a.w", "a.m")
         assert [copy.ended is None for copy in save.copies()] == [False, True]
-        threading.Timer(0.1, held.goes_on.set).start()
+        once_it_waits(threading.current_thread(), "LayeredSave.wait", held.goes_on.set, later=0.05)
         assert save.wait("second") > 0.02
         change(state, "b.w")
         assert save.wait("second") == 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  
 from ckptstore.write.ranks.shares import ChosenDigests  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
+from tests.waiting import until  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.device.machine import Machine  # noqa: E402
@@ -89,10 +89,7 @@ def each(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def settled(machine: Machine, registered: int) -> None:
     """Wait until some memory is registered, so that copies to it are queued."""
-    deadline = time.monotonic() + 30
-    while len(machine.registered) < registered:
-        assert time.monotonic() < deadline, "nothing is registered"
-        time.sleep(0.001)
+    until(lambda: len(machine.registered) >= registered, "nothing is registered")
 
 
 def trained(machine: Machine, place: Path, way: str, **how: Any) -> list[Any]:

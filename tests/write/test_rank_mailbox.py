@@ -68,6 +68,19 @@ def test_ranks_that_wait_for_long_look_a_thousand_times_a_second_together(monkey
         assert ranks * clock.looks <= 1.05 * 1000 * 1000 + 80 * ranks, "80 each before the longest pause"
 
 
+def test_what_came_while_this_process_was_stopped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped for hours, between a look and the next line."""
+    clock = Waiting(monkeypatch)
+
+    def look() -> bool:
+        found = clock.look(1.0)
+        clock.now += 10_000
+        return found
+
+    assert ReplyDeadline(60).wait(look)
+    assert not ReplyDeadline(60).wait(lambda: clock.look(1e9))
+
+
 class TestTcpStore(MailboxConformance):
     @pytest.fixture
     def boxes(self) -> Boxes:

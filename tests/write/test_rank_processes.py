@@ -5,7 +5,6 @@ One group of processes runs several scenarios (`rank_job`), because each process
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 import ckptstore
 from tests import warmth
+from tools.objects.server import free_port
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.tensor")
@@ -26,9 +26,7 @@ SAVED = ["ddp", "fsdp", "fsdp_stored_bases", "hsdp", "tensor_parallel", "both", 
 
 def run(folder: Path, names: list[str], size: int = SIZE) -> None:
     """Run a job to its end; raises an error with the ranks' output."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         warmth.start(
             [sys.executable, "-m", "tests.write.rank_job", str(port), str(rank), str(size), str(folder), *names],

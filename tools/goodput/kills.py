@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from unittest import mock
 
 from tools.bench.training.training_cases import RANK, Case, Plan, finished
 from tools.goodput.life import begun
+from tools.objects.server import free_port
 
 __all__ = ["Lives", "digests", "lived", "note"]
 
@@ -64,7 +64,7 @@ def lived(plan: Plan, case: Case, kills: Sequence[float], seconds: float, ranks:
         for end in [*(at for at in kills if at < seconds), seconds]:
             if begin + end <= time.monotonic():
                 continue  # it is still being restored from the kill before
-            port = _free_port() if ranks > 1 else 0
+            port = free_port() if ranks > 1 else 0
 
             def start(rank: int, trouble: IO[str], port: int = port) -> Any:
                 told = {RANK: f"{rank},{ranks},{port}"} if ranks > 1 else {}
@@ -78,11 +78,6 @@ def lived(plan: Plan, case: Case, kills: Sequence[float], seconds: float, ranks:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return found
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def note(said: Iterable[dict[str, Any]], end: float, since: float, found: Lives) -> None:

@@ -249,7 +249,7 @@ class FaultProxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(120)
         return self
 
     def __exit__(
@@ -282,7 +282,7 @@ class FaultProxy:
         async def inside() -> Any:
             return call()
 
-        return asyncio.run_coroutine_threadsafe(inside(), self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(inside(), self._loop).result(120)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -6,8 +6,10 @@ of the environment (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...); each test
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -24,9 +26,12 @@ KEY, SECRET = "AKIACKPTSTORETESTS00", "ckptstoreTestsSecretNobodyMaySee0000000+"
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port of loopback that is free now. The system gives no such port to a connection before a server has it."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)  # below /proc/sys/net/ipv4/ip_local_port_range
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ def running(command: Sequence[str], environment: Mapping[str, str], port: int, f
 
 
 def _wait(port: int, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while time.monotonic() < end:
         assert process.poll() is None, f"{process.args} ended"
         try:

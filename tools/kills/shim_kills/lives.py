@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tools.kills.shim_kills.script import LONGEST
+from tools.objects.server import free_port
 from tools.warm import Script
 
 __all__ = ["AGENT", "ALL", "Doom", "Job", "Life", "Start", "Violation", "agent_of", "cold", "kill_agent", "live"]
@@ -176,7 +176,7 @@ class _Living:
         self._life = Life()
         self._over = False
         self._strike: float | None = None
-        port = _free_port() if job.ranks > 1 else 0
+        port = free_port() if job.ranks > 1 else 0
         folder.mkdir(parents=True, exist_ok=True)
         number = len(list(folder.glob("stderr-*-0.txt")))
         self._notes = self._life.notes = [folder / f"stderr-{number}-{rank}.txt" for rank in range(job.ranks)]
@@ -275,10 +275,3 @@ def kill_agent(pid: int) -> bool:
             os.kill(pid, signal.SIGKILL)
             return True
     return False
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

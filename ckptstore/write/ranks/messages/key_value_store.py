@@ -176,16 +176,18 @@ class ReplyDeadline:
 
         May be called again, for the time that is left.
         """
-        began = time.monotonic()
+        now = began = time.monotonic()
         shortest, longest = max(_FIRST_PAUSE, self.ranks * _A_LOOK), max(LONGEST_PAUSE, self.ranks / LOOKS)
         while not done():
             self.ended()
-            now = time.monotonic()
+            # Prevents: a process that was stopped just after a look, and gives up although the answer came meanwhile.
+            # The time is that before the look: once it is over, there is one more.
             left = self._until - now
             if left <= 0:
                 return False
             pause = max(shortest, _LATER * (now - began))
             time.sleep(min(pause, longest, left))
+            now = time.monotonic()
         return True
 
 
