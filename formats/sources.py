@@ -113,9 +113,10 @@ class BoxSource:
         source: the source of the elements.
         global_shape: shape of the whole tensor; None: this is not a shard.
         offset: position of the shard in the whole tensor.
+        start: offset in bytes of the box's image in that of `source`.
     """
 
-    __slots__ = ("_start", "dtype", "global_shape", "identity", "nbytes", "offset", "origin", "shape", "source")
+    __slots__ = ("dtype", "global_shape", "identity", "nbytes", "offset", "origin", "shape", "source", "start")
 
     def __init__(
         self,
@@ -141,21 +142,21 @@ class BoxSource:
         self.global_shape = global_shape
         self.offset = offset
         self.source = source
-        self._start = start
+        self.start = start
 
     def of(self, source: TensorSource) -> BoxSource:
         """Return the same box of another source of the same tensor."""
-        return BoxSource(source, self.shape, self._start, self.global_shape, self.offset)
+        return BoxSource(source, self.shape, self.start, self.global_shape, self.offset)
 
     def view(self) -> Bytes | None:
         """Return the image without a copy, or None."""
         view = self.source.view()
-        return None if view is None else view[self._start : self._start + self.nbytes]
+        return None if view is None else view[self.start : self.start + self.nbytes]
 
     def read(self, offset: int, out: Bytes) -> None:
         """Copy a range of the image."""
         _check_range(offset, out.size, self.nbytes)
-        self.source.read(self._start + offset, out)
+        self.source.read(self.start + offset, out)
 
 
 def place_of(source: TensorSource) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:

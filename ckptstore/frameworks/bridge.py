@@ -280,6 +280,15 @@ def away(source: TensorSource) -> bool:
     return torch_recomputed.away(source)
 
 
+def unboxed(source: TensorSource) -> TensorSource:
+    """A box of a tensor on a device, as a tensor of its own: `torch_recomputed.unboxed`."""
+    if not torch_in_use():
+        return source
+    from ckptstore.frameworks import torch_recomputed  # see above
+
+    return torch_recomputed.unboxed(source)
+
+
 def place_of_device(source: TensorSource) -> Hashable:
     """The device and the stream of a tensor that is `away`: `torch_recomputed.place_of`."""
     from ckptstore.frameworks import torch_recomputed  # see above

@@ -6,6 +6,7 @@ In torch operations of any device; on the CPU they give the same bytes. None of 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Final
 
@@ -14,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from ckptstore.formats.remainders import PER_BYTE, packed_size
-from ckptstore.formats.sources import TensorSource
+from ckptstore.formats.sources import BoxSource, TensorSource
 from ckptstore.frameworks.torch_tensors import TorchSource, image, on_stream
 
-__all__ = ["as_bf16", "away", "pack", "place_of", "remainders", "roots"]
+__all__ = ["as_bf16", "away", "pack", "place_of", "remainders", "roots", "unboxed"]
 
 _BATCH: Final = PER_BYTE << 21
 """Numbers at once: 50 MiB of scratch."""
@@ -26,6 +27,19 @@ _BATCH: Final = PER_BYTE << 21
 def away(source: TensorSource) -> bool:
     """Whether it is a tensor on a device whose reads can be queued."""
     return isinstance(source, TorchSource) and source.stream is not None
+
+
+def unboxed(source: TensorSource) -> TensorSource:
+    """A box of a contiguous tensor on a device, as a tensor of its own; any other source itself."""
+    if not isinstance(source, BoxSource):
+        return source
+    inner = source.source
+    if not away(inner) or not isinstance(inner, TorchSource) or not inner.resolved.is_contiguous():
+        return source
+    first = source.start // inner.tensor.element_size()
+    part = inner.resolved.view(-1)[first : first + math.prod(source.shape)]
+    with on_stream(inner.stream):
+        return TorchSource(part.view(source.shape))
 
 
 def place_of(source: TensorSource) -> Hashable:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -41,6 +43,7 @@ __all__ = [
     "torch_dtype",
 ]
 
+_log: Final = logging.getLogger("ckptstore")
 _TORCH_NAMES: Final = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -124,13 +127,14 @@ class TorchSource:
     """A torch tensor on any device, with any strides, as a `formats.sources.TensorSource`. It copies nothing itself.
 
     CUDA: reads run on the stream that was current when the source was created, so they see all work queued before. A
-    caller that changes the tensor on another stream, or before `read`, must synchronize first.
+    caller that changes the tensor on another stream, or before `read`, must synchronize first. Of other devices a read
+    waits for that stream, if the device has any, and copies then; that is logged once for each kind of device.
 
     Attributes:
         tensor: the wrapped tensor.
     """
 
-    __slots__ = ("_copy", "_storage", "_stream", "dtype", "identity", "nbytes", "shape", "tensor")
+    __slots__ = ("_before", "_copy", "_storage", "_stream", "dtype", "identity", "nbytes", "shape", "tensor")
 
     origin: Origin = "torch"
 
@@ -165,6 +169,7 @@ class TorchSource:
         self.identity: Hashable = ("torch", tensor.device, address, name, shape, strides, lazy)
         self._copy = tensor.detach().resolve_conj().resolve_neg() if any(lazy) else None
         self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        self._before = None if tensor.is_cpu or tensor.is_cuda else _current_stream(tensor.device)
 
     @property
     def resolved(self) -> torch.Tensor:
@@ -189,6 +194,11 @@ class TorchSource:
         if on_host(data):
             NumpySource(image(data).numpy()).read(offset, out)
             return
+        if self._stream is None:
+            _say_blocking(data.device.type)
+        if self._before is not None:
+            # Prevents: bytes from before what the caller has queued on a stream of its own.
+            self._before.synchronize()
         with on_stream(self._stream):
             self._copied(data, offset, out, wait=True)
 
@@ -208,6 +218,22 @@ class TorchSource:
         end = offset + out.size
         part = flat_bytes(data)[offset:end] if data.is_contiguous() else _gather(data, offset, out.size)
         torch.from_numpy(out).copy_(part, non_blocking=not wait)
+
+
+def _current_stream(device: torch.device) -> Any:
+    """The current stream of a device of another kind than CUDA; None: it has none, or torch does not tell."""
+    try:
+        return torch.accelerator.current_stream(device)
+    except (AttributeError, RuntimeError, ValueError):  # torch before 2.6; MPS; no such accelerator
+        return None
+
+
+@lru_cache(maxsize=64)
+def _say_blocking(kind: str) -> None:
+    """Log once that training waits for copies from this kind of device."""
+    _log.warning(
+        "tensors on %s are copied while training waits: copies are queued only from CUDA and ROCm devices", kind
+    )
 
 
 class _Image:

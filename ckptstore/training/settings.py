@@ -50,7 +50,7 @@ class CheckpointerOptions(TypedDict, total=False):
             wait for their batch are lost.
         recompute: with step diffs and parameters on a device, compute each new state again on the host, so that a third
             of its bytes leaves the device; the optimizer's next step waits for it (default False: `DiffOptions`). Not
-            with `agent` or ranks.
+            with `agent`.
         deltas: options of delta compression.
         max_in_flight, threads: as for `Store.writer` (2 and 2).
         keep_last: keep this many newest checkpoints and retire the others.

@@ -6,24 +6,22 @@ and continues. With one, it waits for its turn and copies unit by unit what is c
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from ckptstore.formats.states.state import FlatState, TensorSource
-from ckptstore.frameworks import bridge
 from ckptstore.host.cancellable_calls import in_scope
 from ckptstore.host.progress import Progress
-from ckptstore.host.threads import started_pool
 from ckptstore.write.capture.bounded_capture import Feeding
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.commit_turn import CommitTurn
 from ckptstore.write.committer import Committer
+from ckptstore.write.recomputed_states import RecomputedStates
 from ckptstore.write.save_path import SavePath
 from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.stage import Bounded, Copies, InPlace, Stage
-from ckptstore.write.steps.recomputed_steps import Recomputing, Sent
+from ckptstore.write.steps.recomputed_steps import Recomputing
 from ckptstore.write.steps.updates import (
     Explaining,
     Found,
@@ -76,10 +74,8 @@ class CompressedSaves(SavePath):
         self._first = self._with_diffs
         self._turn = turn
         self._tend = tend
-        self._recomputing = None if feeding is not None else recomputing
-        self.recomputes = self._recomputing is not None
-        self._recomputer: ThreadPoolExecutor | None = None
-        self._newest: tuple[Snapshot, Callable[[], None]] | None = None  # the last state, and a function that frees it
+        self._recomputed = RecomputedStates(recomputing if feeding is None else None)
+        self.recomputes = self._recomputed.active
 
     def save(
         self, committer: Committer, job: SaveJob, flat: FlatState, updates: Updates | None, progress: Progress | None
@@ -97,97 +93,18 @@ class CompressedSaves(SavePath):
             self._feed(self.feeding, committer, job, flat, self._explaining.found(updates, flat), None)
             return
         found = self._explaining.found(updates, flat)
-        before, self._newest = self._newest, None
-        with contextlib.ExitStack() as unused:
-            if before is not None:
-                unused.callback(before[1])
-            sent = self._sent(job, flat, found, None if before is None else before[0])
-            names = () if sent is None else sent.names
-            snapshot = self._snapshots.placed(flat, self._copiers, queued=True, without=names)
+        hold = found.hold if isinstance(found, Found) else None
+        with self._recomputed.sending(flat, found, hold, job.measured.crossing) as sending:
+            snapshot = self._snapshots.placed(flat, self._copiers, queued=True, without=sending.names)
             Copies(snapshot).belongs_to(job)
-            taken, gradients = self._copied(found, {} if sent is None else sent.tensors)
-            copies = Copies(snapshot, taken, gradients)
-            if sent is not None:
-                assert before is not None
-                copies.belongs_to(job)
-                self._recompute(job, sent, before, copies, found)
-                unused.pop_all()  # the thread that computes frees it
-            if self.recomputes:
-                self._newest = snapshot, snapshot.held()
-            self.adopt(committer, job, copies)
-
-    # -- states that are computed again
-
-    def _sent(self, job: SaveJob, flat: FlatState, found: Sequence[Update], base: Snapshot | None) -> Sent | None:
-        """Queue what devices send of a step -> what that is; None: they send the whole state."""
-        if bridge.device_of(flat.tensors) is None:
-            return None
-        measured = job.measured
-        measured.from_device += sum(one.nbytes for one in dense_gradients(found).tensors.values() if bridge.away(one))
-        if self._recomputing is None:
-            return None  # it was not asked for
-        if not isinstance(found, Found) or found.hold is None:
-            measured.sent_whole = "nothing makes the optimizers wait, or their step is not known"
-            return None
-        sent = self._recomputing.sent(flat, found, None if base is None else base.flat)
-        if sent is None:
-            measured.sent_whole = self._recomputing.why
-            return None
-        measured.from_device -= sum(flat.tensors[name].nbytes for name in sent.names)
-        measured.from_device += sum(one.nbytes for one in sent.tensors.values()) + 8 * len(sent.names)
-        return sent
-
-    def _recompute(
-        self,
-        job: SaveJob,
-        sent: Sent,
-        before: tuple[Snapshot, Callable[[], None]],
-        copies: Copies,
-        found: Sequence[Update],
-    ) -> None:
-        """Have the step computed in a thread, and the optimizers wait for it before they change the state."""
-        assert self._recomputing is not None
-        assert isinstance(found, Found)
-        assert found.hold is not None
-        recomputing, (base, release) = self._recomputing, before
-        done: Future[None] = Future()
-        done.set_running_or_notify_cancel()
-        state, gradients = copies.state, copies.gradients
-        arrive = state.completed_with(done)
-
-        def work() -> None:
-            old: FlatState | None = base.flat
-            try:
-                try:
-                    base.arrive()
-                except Exception:  # noqa: BLE001  # the save before reports it; here all tensors are read
-                    old = None
-                arrive()
-                if gradients is not None:
-                    gradients.arrive()
-                also = {} if gradients is None else gradients.flat.tensors
-                job.measured.resent = recomputing.computed(sent, old, state.flat, copies.updates, also)
-                job.measured.from_device += job.measured.resent
-            except BaseException as error:  # noqa: BLE001  # `Snapshot.arrive` raises it
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-            finally:
-                release()
-
-        try:
-            if self._recomputer is None:
-                self._recomputer = started_pool(1, "ckptstore-recompute")
-            self._recomputer.submit(work)
-        except RuntimeError:  # no thread can be started, or the interpreter is ending
-            work()
-        found.hold(lambda: _settled(done))
+            copies = Copies(snapshot, *self._copied(found, sending.tensors))
+            copies.belongs_to(job)
+            sending.copied(copies)
+        self.adopt(committer, job, copies)
 
     def forget(self) -> None:
         """See `SavePath.forget`."""
-        before, self._newest = self._newest, None
-        if before is not None:
-            before[1]()
+        self._recomputed.forget()
 
     def _feed(
         self,
@@ -223,8 +140,7 @@ class CompressedSaves(SavePath):
     def submit(self, committer: Committer, job: SaveJob, stage: Stage, progress: Progress | None = None) -> None:
         """See `SavePath.submit`: the committer's thread stores the state, and does upkeep of the log after it."""
         self._first = False  # also for a state that another caller has copied
-        if self._newest is not None and self._newest[0] is not stage.snapshot:
-            self.forget()
+        self._recomputed.follows(stage.snapshot)
         with self._lock:
             self._check_taking()
             self._turn.submit(lambda: self._work(committer, job, stage, progress))
@@ -272,16 +188,9 @@ class CompressedSaves(SavePath):
 
     def close(self) -> None:
         """See `SavePath.close`. The committer's thread belongs to the writer."""
-        if self._recomputer is not None:
-            self._recomputer.shutdown()
-        self.forget()
+        self._recomputed.close()
         if self.feeding is not None:
             self.feeding.close()
-
-
-def _settled(done: Future[None]) -> None:
-    """Wait until the state of a save is in host memory, or lost."""
-    wait([done])
 
 
 def _nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 from tests.forms import long_only  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
 from tools.bench.training import every_step, every_step_turns, training_worker  # noqa: E402
+from tools.bench.training.step_profile import PHASES, Phases, StepParts  # noqa: E402
 from tools.bench.training.training_cases import SPIN, Case, Results  # noqa: E402
 from tools.bench.training.training_checkpointers import CHECKPOINTERS, LEFT  # noqa: E402
 from tools.bench.training.training_loop import Shape, Trainer, digest  # noqa: E402
@@ -87,19 +89,44 @@ def test_the_overhead_of_turns_is_that_of_pairs() -> None:
     assert (lowest, highest) == pytest.approx((0.05, 0.1))
 
 
+def test_the_difference_of_a_step_is_the_sum_of_its_phases() -> None:
+    plain = [{phase: [1.0, 0.5] for phase in PHASES}, {phase: [2.0, 1.0] for phase in PHASES}]
+    saving = [{phase: [1.0 + place, 0.5] for place, phase in enumerate(PHASES)}, plain[1]]
+    phases = Phases(plain, saving)
+    assert phases.differences("save", 0) == [2.0, 0.0]
+    assert phases.whole(0) == [0.0 + 1 + 2 + 3, 0.0]
+    assert phases.whole(1) == [0.0, 0.0]
+
+
+def test_a_part_within_another_counts_for_itself_alone() -> None:
+    parts = StepParts()
+    inner = parts.timed("inner", lambda: time.sleep(0.02))
+    outer = parts.timed("outer", lambda: (inner(), inner()))
+    outer()
+    spent = parts.take()
+    assert spent["inner"][0] >= 0.04
+    assert spent["outer"][0] < spent["inner"][0]
+    assert parts.take() == {}
+
+
 @long_only
 @pytest.mark.slow
 def test_turns_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has its own
     monkeypatch.setenv(SPIN, "0.001")  # the nursery's messages end with the test
     small = ("--parameters", "30k", "--tokens", "1", "16", "--steps", "2", "--pairs", "2", "--json")
-    asked = ["full-agent", "--control", *small, "--out", str(tmp_path / "out")]
+    asked = ["full-agent", "--control", "--profile", *small, "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(every_step_turns.main, asked)
     assert done.exit_code == 0, done.output
-    result, control = json.loads((tmp_path / "out" / "every_step_turns.json").read_text())["results"]
+    result, control, copying = json.loads((tmp_path / "out" / "every_step_turns.json").read_text())["results"]
     assert len(result["plain"]) == len(result["saving"]) == len(control["saving"]) == 2
     assert result["result"]["restore_s"] > 0, "its last state was restored and compared"
-    assert control["strategy"] == "none-spin"
+    assert [control["strategy"], copying["strategy"]] == ["none-spin", "none-stream"]
+    phases = result["phases"]
+    assert set(phases["plain"][0]) == set(phases["saving"][1]) == set(PHASES)
+    assert {"copies", "plan", "messages"} <= set(phases["parts"][1])
+    assert sum(each[0] for each in phases["saving"][1].values()) == pytest.approx(result["saving"][1], rel=1e-3)
+    assert not control["phases"]["parts"][0]
     assert "restore_s" not in control["result"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["every_step_turns.json"]
 

@@ -598,7 +598,7 @@ def mine(whole: Any, part: Any, where: str) -> None:
 
 
 def on_device(folder: Path) -> None:
-    """Shards on a simulated device: what an agent computes, and sparse gradients."""
+    """Shards on a simulated device: what an agent computes, sparse gradients, steps that the host computes again."""
     if why_not() is not None:
         return
     os.environ["CKPTSTORE_RUNTIME_DIR"] = str(folder / "runtime")
@@ -611,6 +611,7 @@ def on_device(folder: Path) -> None:
             {"strategy": "replica", "agent": True, "linger_seconds": 0},
             TopKHook(0.01, scope="bucket", exact=False),
         ),
+        "recomputed": ({"strategy": "gradient", "recompute": True}, None),
         "exact": ({"strategy": "gradient"}, TopKHook(0.01, momentum=0.5)),
     }
     for way, (options, hook) in ways.items():
@@ -625,7 +626,8 @@ def trained_on_device(place: Path, machine: Any, options: dict[str, Any], hook: 
     whole_bytes = 3 * sum(one.to_local().nbytes for one in script.model.parameters())  # type: ignore[attr-defined]
     states: dict[int, Any] = {}
     crossed: dict[int, int] = {}
-    how = {"compressor": hook, "rank_timeout": 60.0} | options
+    told: list[Any] = []
+    how = {"compressor": hook, "rank_timeout": 60.0, "on_metrics": told.append} | options
     with Checkpointer(place, model=script.model, optimizer=script.optimizer, **how) as checkpointer:
         checkpointer.resume()
         for step in range(1, 7):
@@ -645,6 +647,10 @@ def trained_on_device(place: Path, machine: Any, options: dict[str, Any], hook: 
         mine({part: loaded[part] for part in state}, state, f"{place.name}, step {step}")
     if "sparse" in place.name:
         assert crossed[6] < 0.05 * whole_bytes, "entries, digests, and parameters that are too small"
+    if "recomputed" in place.name:
+        assert [one.resent for one in told[2:]] == [0] * 4
+        assert all(one.sent_whole is None for one in told[1:])
+        assert crossed[6] < 0.36 * whole_bytes
     again = OnDevice(script.mesh)
     if hook is not None:
         hook = TopKHook(hook.density, scope=hook.scope, momentum=hook.momentum, exact=hook.exact)

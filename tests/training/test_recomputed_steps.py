@@ -18,17 +18,19 @@ torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore import DiffOptions, agent  # noqa: E402
-from ckptstore.errors import StorageError, UsageError  # noqa: E402
+from ckptstore.errors import CkptError, StorageError, UsageError  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.training import Checkpointer, OptimizerStep, clip_factor  # noqa: E402
 from ckptstore.training.optimizers.optimizer_tracker import OptimizerTracker  # noqa: E402
-from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
+from ckptstore.write.ranks import division  # noqa: E402
+from ckptstore.write.ranks.messages.key_value_store import Group  # noqa: E402
 from ckptstore.write.saves.save_metrics import SaveMetrics  # noqa: E402
 from ckptstore.write.steps.recomputed_steps import Recomputing  # noqa: E402
 from ckptstore.write.steps.resident_step import ResidentStep  # noqa: E402
-from tests.forms import short_or  # noqa: E402
+from tests.forms import long_only, short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.test_on_device import listed, on_host  # noqa: E402
+from tests.write.rank_threads import as_ranks  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.device.roundings import CONTRACTED  # noqa: E402
 
@@ -42,10 +44,15 @@ WARM = 3
 class Script:
     """100,000 parameters on a device, most of them in one tensor."""
 
-    def __init__(self, optimizer: Callable[[Any], Any]) -> None:
-        torch.manual_seed(0)
+    def __init__(self, optimizer: Callable[[Any], Any], device: str = "cuda:0") -> None:
+        chance = torch.Generator().manual_seed(0)  # ranks are threads, which share the global one
         layers = [torch.nn.Linear(300, 300), torch.nn.LayerNorm(300), torch.nn.Linear(300, 30)]
-        self.model = torch.nn.Sequential(*layers).cuda()
+        self.model = torch.nn.Sequential(*layers)
+        with torch.no_grad():
+            for one in self.model.parameters():
+                one.copy_(0.05 * torch.randn(one.shape, generator=chance))
+        self.device = device
+        self.model.to(device)
         self.optimizer = optimizer(self.model.parameters())
         self.chance = torch.Generator().manual_seed(3)
 
@@ -54,7 +61,7 @@ class Script:
         return sum(one.numel() for one in self.model.parameters())
 
     def backward(self, scaler: Any = None) -> None:
-        inputs = torch.randn(4, 300, generator=self.chance).cuda()
+        inputs = torch.randn(4, 300, generator=self.chance).to(self.device)
         loss = self.model(inputs).square().mean()
         (loss if scaler is None else scaler.scale(loss)).backward()
 
@@ -86,9 +93,37 @@ def trained(
 
     `before` and `after` are called before and after the optimizer's step.
     """
+    found, wanted = run(place, optimizer, before, after, warm, scaled, missing, **options)
+    compare(place, {step: state for step, state in wanted.items() if step not in missing})
+    return found
+
+
+def compare(place: Path, wanted: dict[int, Any]) -> None:
+    """The store is intact, and has these steps bit for bit."""
+    torch.cuda.synchronize()
+    store = ckptstore.open(place)
+    assert not store.verify(deep=True).damage
+    for step, state in wanted.items():
+        loaded = store.load(step)
+        for part in ("model", "optimizer"):
+            same(listed(on_host(state[part])), listed(on_host(loaded[part])), f"step {step}: {part}")
+
+
+def run(
+    place: Path,
+    optimizer: Callable[[Any], Any],
+    before: Callable[[Script, int], object] = lambda *_: None,
+    after: Callable[[Script, int], object] = lambda *_: None,
+    warm: int = WARM,
+    scaled: bool = False,
+    missing: Set[int] = frozenset(),
+    device: str = "cuda:0",
+    **options: Any,
+) -> tuple[list[SaveMetrics], dict[int, Any]]:
+    """Train -> the metrics of each save, and a copy of the state after each step."""
     found: list[SaveMetrics] = []
     wanted = {}
-    script = Script(optimizer)
+    script = Script(optimizer, device)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10) if scaled else None
     saving = Checkpointer(
         place, model=script.model, optimizer=script.optimizer, scaler=scaler,
@@ -112,14 +147,7 @@ def trained(
             if pending is not None and step <= warm:
                 pending.exception()
                 time.sleep(0.03)  # memory is registered meanwhile
-    torch.cuda.synchronize()
-    store = ckptstore.open(place)
-    assert not store.verify(deep=True).damage
-    for step in wanted.keys() - missing:
-        state, loaded = wanted[step], store.load(step)
-        for part in ("model", "optimizer"):
-            same(listed(on_host(state[part])), listed(on_host(loaded[part])), f"step {step}: {part}")
-    return found
+    return found, wanted
 
 
 ADAMS: dict[str, Callable[[Any], Any]] = {
@@ -378,14 +406,74 @@ def test_a_writer_and_bf16_gradients_that_are_given(tmp_path: Path) -> None:
         assert found[-1].stored * 8 / 320**2 < 16  # the gradient was stored
 
 
+def ranks_trained(place: Path, **how: Any) -> list[list[SaveMetrics]]:
+    """Two ranks with the same model, each on a device of its own, and each with its half of the state."""
+
+    def work(group: Group) -> tuple[list[SaveMetrics], dict[int, Any]]:
+        with torch.cuda.device(group.rank), torch.autograd.set_multithreading_enabled(False):
+            return run(place, ADAMS["foreach"], device=f"cuda:{group.rank}", group=group, rank_timeout=60, **how)
+
+    found = as_ranks(2, work)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    compare(place, found[0][1])
+    return [metrics for metrics, _ in found]
+
+
+def test_ranks_compute_their_shares_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tensors, and rows of the largest one. What is stored are the same bytes."""
+    monkeypatch.setattr(division, "CUT_FROM", 1 << 16)
+    payloads = coded(monkeypatch)
+    with strictly(devices=2):
+        shares = ranks_trained(tmp_path / "recomputed")
+    for both in zip(*shares, strict=True):
+        assert {one.sent_whole is None for one in both} == {both[0].step > 1}
+        assert both[0].step <= WARM or [one.resent for one in both] == [0, 0]
+    for rank in shares:
+        assert 0.4 < rank[-1].nbytes / sum(one[-1].nbytes for one in shares) < 0.6, "rows of the first weight"
+        assert 32 < 96 * rank[-1].from_device / rank[-1].nbytes <= 35
+    recomputed, payloads[:] = sorted(payloads), []
+    with strictly(devices=2):
+        shares = ranks_trained(tmp_path / "whole", recompute=False)
+    assert all(96 * one.from_device / one.nbytes > 90 for rank in shares for one in rank)
+    assert recomputed == sorted(payloads)
+
+
+@pytest.mark.parametrize("seed", range(short_or(2, 30)))
+def test_a_share_that_a_rank_computes_otherwise_is_sent_whole(tmp_path: Path, seed: int) -> None:
+    with simulated(seed, devices=2) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnexplainedStepWarning)
+        shares = ranks_trained(tmp_path / "run", after=clamped, warm=0)
+        assert not machine.hazards
+    resent = [sum(one.resent for one in both) for both in zip(*shares, strict=True)]
+    assert resent[:2] == [0, 0]
+    assert all(one >= 4 * 9000 for one in resent[2:5])
+
+
+@long_only  # the other rank waits for a minute
+def test_a_rank_saves_no_step_wrong_if_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant, as for a process alone."""
+    monkeypatch.setattr(OptimizerTracker, "hold", lambda *_: None)
+    compute = Recomputing.computed
+
+    def late(*args: Any) -> Any:
+        time.sleep(0.3)
+        return compute(*args)
+
+    monkeypatch.setattr(Recomputing, "computed", late)
+    with simulated(0, devices=2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CkptError, match="was changed after its step was given to be saved"):
+            ranks_trained(tmp_path / "run", after=clamped, warm=0)
+
+
 def test_where_nothing_is_computed_again_the_option_is_an_error(tmp_path: Path) -> None:
     """Before a term is opened: nothing ignores it."""
     asked = DiffOptions(recompute=True)
     store = ckptstore.open(tmp_path / "run", create=True)
     with pytest.raises(UsageError, match="recompute: not with an agent"):
         agent.writer(store, diffs=asked)
-    with pytest.raises(UsageError, match="recompute: not with ranks"):
-        store.writer(diffs=asked, group=Group(0, 1, LocalMailbox()))
     with pytest.raises(UsageError, match="recompute"):
         store.writer(diffs=asked, memory=1 << 26)
     with pytest.raises(UsageError, match="recompute"):

@@ -12,15 +12,17 @@ Both are found by the names that torch's libraries export, and a virtual functio
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-__all__ = ["installed", "removed", "why_not"]
+__all__ = ["installed", "removed", "spare", "why_not"]
 
 _TYPES: Final = 22
 _CUDA: Final = 1
@@ -57,6 +59,17 @@ def removed() -> None:
     """Restore torch's tables."""
     _hooks()[0] = _hooks_of_torch()
     _guards()[_CUDA] = None
+
+
+@contextlib.contextmanager
+def spare() -> Iterator[None]:
+    """Let the same guard serve torch's spare device type within this ``with``, while it serves CUDA."""
+    table = _guards()
+    table[_SPARE] = _guard()[1]
+    try:
+        yield
+    finally:
+        table[_SPARE] = None
 
 
 @cache

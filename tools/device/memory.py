@@ -22,7 +22,19 @@ import torch
 from tools.device.queues import Position, Queue
 from tools.device.races import Accesses
 
-__all__ = ["POISON", "Block", "HostRanges", "Span", "aliased", "allocated", "block_of", "freed", "host_span", "settled"]
+__all__ = [
+    "POISON",
+    "Block",
+    "HostRanges",
+    "Span",
+    "aliased",
+    "allocated",
+    "block_of",
+    "freed",
+    "host_span",
+    "lent",
+    "settled",
+]
 
 POISON: Final = 0xA5
 """The content of memory that is freed, or allocated and not written yet."""
@@ -94,6 +106,8 @@ class Block:
 _live: dict[int, tuple[_Managed, Block, Any]] = {}  # by the address that torch passes to the callback
 _by_memory: dict[int, Block] = {}
 _gone: deque[int] = deque()
+_kept: list[Any] = []
+"""What tensors of `lent` may read, as long as the process lives."""
 
 
 @_Deleter
@@ -127,6 +141,19 @@ def allocated(device: int, nbytes: int, stream: Queue, where: str | None) -> tup
     _live[address] = managed, block, shape
     _by_memory[memory.ctypes.data] = block
     return block, torch.from_dlpack(_capsule(address, b"dltensor", None))
+
+
+def lent(data: npt.NDArray[np.uint8], kind: int) -> torch.Tensor:
+    """A tensor over memory of the host, uint8, 1-D, that says it is on device 0 of a kind (a number of DLPack's)."""
+    shape = (ctypes.c_int64 * 2)(len(data), 1)
+    managed = _Managed()
+    managed.tensor = _Tensor(
+        data.ctypes.data, _Device(kind, 0), 1, _Type(_UNSIGNED, 8, 1), shape,
+        ctypes.cast(ctypes.byref(shape, 8), ctypes.POINTER(ctypes.c_int64)), 0,
+    )  # fmt: skip
+    managed.deleter = _Deleter()
+    _kept.append((data, shape, managed))
+    return torch.from_dlpack(_capsule(ctypes.addressof(managed), b"dltensor", None))
 
 
 def freed() -> list[Block]:

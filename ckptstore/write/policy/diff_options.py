@@ -63,8 +63,8 @@ class DiffOptions:
         recompute: where parameters are on a device, compute each new state again on the host, from its gradient and the
             state before. A third of the state's bytes leaves the device, and the stored bytes are the same. The
             optimizer's next step waits for this computation, which takes about 11 ms of processor time a million
-            parameters; False: the whole state is copied, and nothing waits. For writers of this process alone, without
-            `memory`, agent, ranks or ``accumulate="sum"``.
+            parameters; False: the whole state is copied, and nothing waits. Ranks that save together compute their
+            shares. Not with `memory`, an agent or ``accumulate="sum"``.
         controller: chooses `full_every` and `batch` instead, and changes them when a full is due: a
             `tuning.Controller` that receives how long fulls take and how long training has run.
     """

@@ -14,9 +14,11 @@ from ckptstore.write.capture.snapshot import SnapshotPool
 from ckptstore.write.capture.unit_copy import CopyMemory, StagedMemory
 from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.ranks.rank_options import RankOptions
+from ckptstore.write.recomputed_states import RecomputedStates
 from ckptstore.write.saves.in_flight import Places
 from ckptstore.write.saves.ledger import Failures
 from ckptstore.write.saves.save_metrics import Meter
+from ckptstore.write.steps.recomputed_steps import Recomputing
 from ckptstore.write.writer_options import WriterOptions
 
 __all__ = ["RankResources"]
@@ -34,6 +36,7 @@ class RankResources:
         bounded: memory with a byte budget, to which shares are copied unit by unit; None: there is no budget.
         blocks: threads that write. `workers`: threads that copy, hash and compress.
         write_thread: writes shares and hands them in. `commit_thread`: waits for the results.
+        recomputed: computes shares from those of the save before, so that devices need not send them.
         meter: reports the metrics of every save.
     """
 
@@ -57,6 +60,8 @@ class RankResources:
             )
         self.blocks = SleepingPool(options.threads, "ckptstore-write")
         self.workers = Workers.sleeping(min(os.cpu_count() or 1, self.staging.blocks - 1), "ckptstore-hash")
+        recompute = options.diffs is not None and options.diffs.recompute
+        self.recomputed = RecomputedStates(Recomputing(self.workers) if recompute else None)
         self.write_thread = started_pool(1, "ckptstore-part")
         self.commit_thread = started_pool(1, "ckptstore-settle")
         self.meter = Meter(options.on_metrics)
@@ -87,6 +92,7 @@ class RankResources:
         """Wait until the threads have finished their work, and end them."""
         for pool in (self.write_thread, self.commit_thread, self.blocks, self.workers.pool):
             pool.shutdown()
+        self.recomputed.close()
 
     def close(self) -> None:
         """Free the memory, and report the metrics of every save."""

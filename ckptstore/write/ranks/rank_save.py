@@ -14,6 +14,7 @@ from ckptstore.write.ranks.rank_agreement import Agreement
 from ckptstore.write.saves.in_flight import Place
 from ckptstore.write.saves.job import SaveJob
 from ckptstore.write.saves.ledger import Labels, Saves
+from ckptstore.write.saves.save_metrics import Crossing
 from ckptstore.write.stage import Stage
 from ckptstore.write.steps.step_encoding import EncodedStep
 
@@ -27,6 +28,7 @@ class RankSave(SaveJob):
         exchange: its letters, for the thread that has the save now.
         asynchronous: its caller does not wait for it.
         progress: reports progress to its caller.
+        crossing: what devices send of this rank's share.
         agreement: which rank writes what.
         kept: the agreement is an earlier step's.
         stage: this rank's share of the state, and how it reaches the write thread; None: not known yet, or let go.
@@ -56,6 +58,7 @@ class RankSave(SaveJob):
         self.exchange = exchange
         self.asynchronous = asynchronous
         self.progress = progress
+        self.crossing = Crossing()
         self.agreement: Agreement | None = None
         self.kept = False
         self.stage: Stage | None = None

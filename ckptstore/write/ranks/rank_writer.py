@@ -84,6 +84,11 @@ class RankWriter(Writer):
         return self._resources.journal.url
 
     @property
+    def recomputes(self) -> bool:
+        """See `Writer.recomputes`."""
+        return self._resources.recomputed.active
+
+    @property
     def term(self) -> int:
         """The number of this term."""
         return self._work.rank_term.number
@@ -228,6 +233,7 @@ class RankWriter(Writer):
             self._resources.failures.raise_unseen()
         except BaseException as error:  # noqa: BLE001  # the other ranks are told, then it is raised
             unseen = error
+        self._resources.recomputed.forget()
         rank_term = self._go_back(self._resources, text, unseen, self.term)
         assert rank_term.parent is not None  # a term that continues from a checkpoint has one
         self._work.give_way(WriterClosedError(f"term {self.term} is over: {rank_term.parent.ref} was gone back to"))
@@ -268,6 +274,7 @@ class RankWriter(Writer):
         try:
             prepare(self._resources, rank_term, one, state, updates, self._explaining)
         except BaseException as error:
+            self._resources.recomputed.forget()  # Prevents: a step that is computed from an older state than the last.
             self._flawed(one, error, began)
             raise
         self._measure(one, began, waited)
@@ -305,7 +312,7 @@ class RankWriter(Writer):
         """Begin to measure this rank's share of a save. With `error` the save has ended."""
         share = one.stage.flat if one.stage is not None and error is None else FlatState(None, {})
         measured = self._resources.meter.begin(share, one.step, began)
-        measured.waited = waited
+        measured.waited, measured.crossing = waited, one.crossing
         if error is None:
             one.begin(measured)
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptstore.errors import ReadOnlyError, UsageError
+from ckptstore.errors import ReadOnlyError
 from ckptstore.formats.segment_files.segment import SegmentDoc
 from ckptstore.frameworks import bridge
 from ckptstore.host import interpreter_exit
@@ -54,8 +54,6 @@ def open_rank_writer(
         and as `Store.writer`, on rank 0.
     """
     interpreter_exit.check()
-    if options.diffs is not None and options.diffs.recompute:
-        raise UsageError("recompute: not with ranks that save together, where each copies its own share")
     opener = TermOpener(options, ranks=group.size, environment=environment)
     meeting = _Meeting(group, ranks, _coding(options))
     if group.rank:

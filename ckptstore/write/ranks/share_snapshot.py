@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.states.state import FlatState
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.crash_points import crash_point
 from ckptstore.segments.aligned_regions import LaidOutState
@@ -19,8 +19,9 @@ from ckptstore.write.ranks.rank_save import RankSave
 from ckptstore.write.ranks.rank_term import RankTerm
 from ckptstore.write.ranks.shares import ChosenDigests, digests_of, holding_of, share_of, steady, updates_of
 from ckptstore.write.saves.in_flight import Place
+from ckptstore.write.saves.save_metrics import from_devices
 from ckptstore.write.stage import Bounded, Copies, InPlace
-from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies, with_sparse_copies
+from ckptstore.write.steps.updates import Explaining, Found, Hold, Update, Updates, with_copies, with_sparse_copies
 
 __all__ = ["prepare", "with_digests"]
 
@@ -45,7 +46,8 @@ def prepare(
     flat = bridge.flattened(state, sharded=True)
     resources.wake_for(flat.nbytes)
     named = steady(flat, resources.ranks.globs)
-    found = named.moved(explaining.found(updates, flat))
+    given = explaining.found(updates, flat)
+    found, hold = named.moved(given), given.hold if isinstance(given, Found) else None
     flat = named.flat
     one.explained = bool(found)
     families = len(rank_term.families)
@@ -69,30 +71,54 @@ def prepare(
     if adopted is not None:
         _adopt(one, share, adopted, own)
     else:
-        _copy(resources, one, share, own, diffs=explaining.wanted)
+        _copy(resources, one, share, own, hold, diffs=explaining.wanted)
 
 
-def _copy(resources: RankResources, one: RankSave, share: FlatState, updates: Sequence[Update], *, diffs: bool) -> None:
+def _copy(
+    resources: RankResources,
+    one: RankSave,
+    share: FlatState,
+    updates: Sequence[Update],
+    hold: Hold | None,
+    *,
+    diffs: bool,
+) -> None:
     """Copy the share, or prepare the copy unit by unit, unless it may be read in place.
 
     Args:
         updates: those of the share.
+        hold: see `Found`.
         diffs: steps are stored as step diffs.
     """
+    if bridge.uses_devices():
+        one.crossing.nbytes = from_devices(share)
     bounded = resources.bounded
     if bounded is not None and (one.asynchronous or not resources.options.plain):
         one.stage = Bounded(bounded.copy_of(share, _known(share, one.digests)), with_sparse_copies(updates))
         return
     if one.asynchronous:
-        snapshot = resources.snapshots.placed(share, resources.blocks, queued=True)
+        with resources.recomputed.sending(share, updates, hold, one.crossing) as sending:
+            snapshot = resources.snapshots.placed(share, resources.blocks, queued=True, without=sending.names)
+            sending.copied(_copied(resources, one, snapshot, updates, sending.tensors))
     elif diffs:  # the next step is compressed against this one
-        snapshot = resources.snapshots.copy(share, resources.workers.pool)
+        resources.recomputed.forget()
+        _copied(resources, one, resources.snapshots.copy(share, resources.workers.pool), updates, {})
     else:
         one.stage = InPlace(share)
-        return
+
+
+def _copied(
+    resources: RankResources,
+    one: RankSave,
+    snapshot: Snapshot,
+    updates: Sequence[Update],
+    also: Mapping[str, TensorSource],
+) -> Copies:
+    """The stage of a share that is copied, with copies of the gradients, and of other tensors."""
     one.stage = stage = Copies(snapshot)
     stage.flat = with_digests(snapshot.flat, one.digests)
-    stage.updates, stage.gradients = with_copies(updates, resources.snapshots, resources.blocks, queued=True)
+    stage.updates, stage.gradients = with_copies(updates, resources.snapshots, resources.blocks, queued=True, also=also)
+    return stage
 
 
 def _adopt(one: RankSave, share: FlatState, adopted: Copies, updates: Sequence[Update]) -> None:

@@ -184,11 +184,12 @@ def updates_of(holding: Holding, writes: Mapping[str, Rows], updates: Sequence[U
     for update in updates:
         if all(name in holding.own for name in update.slots):
             slots = tuple(holding.own[name] for name in update.slots)
-            found.append(Update(slots, update.optimizer, update.step, update.gradient))
+            found.append(replace(update, slots=slots))
         elif all(name in items for name in update.slots) and len({writes[name] for name in update.slots}) == 1:
             first = items[update.slots[0]]
-            gradient = _part_of(update.gradient, first, writes[first.name])
-            found.append(Update(update.slots, update.optimizer, update.step, gradient))
+            rows = writes[first.name]
+            gradient = _part_of(update.gradient, first, rows)
+            found.append(replace(update, gradient=gradient, carried=_dense_part(update.carried, first, rows)))
     return found
 
 
@@ -198,10 +199,19 @@ def _part_of(
     """The gradient of some rows of an item. A gradient of another size explains nothing and is returned whole."""
     if gradient is None or rows is None:
         return gradient
+    if not isinstance(gradient, SparseGradient | LateGradient):
+        return _dense_part(gradient, item, rows)
+    row = math.prod(item.box.shape[1:])
+    whole = gradient.size == math.prod(item.box.shape)
+    return gradient.part(rows[0] * row, rows[1] * row) if whole else gradient
+
+
+def _dense_part(gradient: TensorSource | None, item: Item, rows: Rows) -> TensorSource | None:
+    """As `_part_of`, of a gradient that is a tensor."""
+    if gradient is None or rows is None:
+        return gradient
     count, row = math.prod(item.box.shape), math.prod(item.box.shape[1:])
     first, stop = rows[0] * row, rows[1] * row
-    if isinstance(gradient, SparseGradient | LateGradient):
-        return gradient.part(first, stop) if gradient.size == count else gradient
     itemsize = dtypes.get(gradient.dtype).itemsize
     if gradient.nbytes != count * itemsize:
         return gradient

@@ -11,13 +11,14 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptstore.formats.states.state import FlatState
+from ckptstore.formats.sources import BoxSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
 
-__all__ = ["Meter", "OnMetrics", "PromptFunction", "SaveMeasurement", "SaveMetrics"]
+__all__ = ["Crossing", "Meter", "OnMetrics", "PromptFunction", "SaveMeasurement", "SaveMetrics", "from_devices"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +85,27 @@ class PromptFunction:
         return self.function(metrics)
 
 
+@dataclass(slots=True)
+class Crossing:
+    """What crosses from devices to the host for one save: see `SaveMetrics`.
+
+    Attributes:
+        nbytes: `SaveMetrics.from_device`.
+        resent, sent_whole: see there.
+    """
+
+    nbytes: int = 0
+    resent: int = 0
+    sent_whole: str | None = None
+
+
 class SaveMeasurement:
     """The measurement of one save. It is reported once the save has ended and the call has returned.
 
     Attributes:
         waited: see `SaveMetrics`.
         stored: bytes on the medium, if they differ from those of the checkpoint: the bytes of one rank.
-        from_device, resent, sent_whole: see `SaveMetrics`.
+        crossing: what devices send.
     """
 
     def __init__(
@@ -106,9 +121,7 @@ class SaveMeasurement:
         """
         self.waited = 0.0
         self.stored: int | None = None
-        self.from_device = 0
-        self.resent = 0
-        self.sent_whole: str | None = None
+        self.crossing = Crossing()
         self._step = step
         self._nbytes = nbytes
         self._in_flight = in_flight
@@ -171,11 +184,22 @@ class SaveMeasurement:
                 error,
                 self._beside,
                 self._device_bytes,
-                self.from_device,
-                self.resent,
-                self.sent_whole,
+                self.crossing.nbytes,
+                self.crossing.resent,
+                self.crossing.sent_whole,
             )
         )
+
+
+def from_devices(flat: FlatState) -> int:
+    """The bytes of the tensors, and of parts of tensors, that are on devices."""
+    return sum(one.nbytes for one in flat.tensors.values() if bridge.away(_inner(one)))
+
+
+def _inner(source: TensorSource) -> TensorSource:
+    while isinstance(source, BoxSource):
+        source = source.source
+    return source
 
 
 class Meter:
@@ -217,7 +241,7 @@ class Meter:
             self._under_way += 1
             found = SaveMeasurement(self, step, nbytes, began, self._under_way, self.beside(), held)
         if self._tell is not None and bridge.uses_devices():
-            found.from_device = sum(one.nbytes for one in flat.tensors.values() if bridge.away(one))
+            found.crossing.nbytes = from_devices(flat)
         return found
 
     def tell(self, metrics: SaveMetrics) -> None:

@@ -102,6 +102,7 @@ class Recomputing:
         if base is None:
             self.why = "there is no earlier state in memory"
             return None
+        flat = FlatState(flat.tree, {name: bridge.unboxed(one) for name, one in flat.tensors.items()})
         rows, tensors, left = self._rows(flat, updates, base)
         if not rows:
             self.why = left
@@ -175,7 +176,8 @@ class Recomputing:
     def _narrowed(self, leader: str, gradient: TensorSource) -> TensorSource:
         """A gradient as it is sent: in bf16 if that of the step before was bf16."""
         narrow = gradient.dtype == "F32" and leader in self._narrow
-        return bridge.as_bf16(gradient) if narrow else gradient
+        gradient = bridge.unboxed(gradient)
+        return bridge.as_bf16(gradient) if narrow and bridge.away(gradient) else gradient
 
     def _marks(self, rows: Iterable[SentParameter], flat: FlatState) -> dict[str, TensorSource]:
         """Queue the remainders of `rows`, and note in each where they are."""

@@ -12,6 +12,9 @@ not count: in it a saver has no work from an earlier step yet, and the other's s
 Two processors of a virtual machine are often one core with two threads: work on the other one slows training down.
 ``--control`` measures that, after a strategy with an agent, in the same way: without saves, while a process on the
 savers' cores computes as long for each step as the agent did, in a few kilobytes. The saves do not cause that part.
+Then it does so with a process that copies memory for that long: an agent's work lies between the two.
+
+``--profile`` shows which phases of a step take longer (`step_profile`), also of the controls.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from rich.table import Table
 from tools.bench import machine
 from tools.bench.storage.rounds import WorkerError
 from tools.bench.training.every_step import LABELS, base_of, number
+from tools.bench.training.step_profile import Phases, shown
 from tools.bench.training.strategy_comparison import parameters, shape_of
 from tools.bench.training.training_cases import ROOT, SPIN, Case, Plan, environment
 
@@ -55,6 +59,7 @@ class Turns:
         plain, saving: wall seconds a step, by pair of turns.
         plain_thread, saving_thread: processor seconds of the training thread.
         agent: processor seconds of the agent, if there is one.
+        phases: what each phase took.
         result: the last report of the saving worker: its state was restored and compared.
     """
 
@@ -63,6 +68,7 @@ class Turns:
     plain_thread: list[float] = field(default_factory=list)
     saving_thread: list[float] = field(default_factory=list)
     agent: list[float] = field(default_factory=list)
+    phases: Phases = field(default_factory=Phases)
     result: dict[str, Any] = field(default_factory=dict)
 
     def overheads(self) -> list[float]:
@@ -96,6 +102,9 @@ def taken(plan: Plan, plain: Case, saving: Case, pairs: int, told: Callable[[str
             ):
                 seconds.append(statistics.fmean(said[place]["iterations"][1:]))
                 processor.append(statistics.fmean(said[place]["threads"][1:]))
+            found.phases.plain.append(said[0]["phases"])
+            found.phases.saving.append(said[1]["phases"])
+            found.phases.parts.append(said[1]["parts"])
             found.agent += [said[1]["agent"]] if "agent" in said[1] else []
             told(f"  {turn + 1}/{pairs}: {found.plain[-1] * 1e3:.0f} ms without, {found.overheads()[-1]:+.1%}")
         for worker in workers:
@@ -168,7 +177,10 @@ class Worker:
 _COLUMNS: Final = (
     *("ms/it without", "ms/it", "overhead", "with 95 %", "CPU ms/it without", "CPU ms/it", "agent's", "pairs", "equal"),
 )
-_CONTROL: Final = "the same without saves, another process computes"
+_CONTROLS: Final = {
+    "spin": "the same without saves, another process computes",
+    "stream": "the same without saves, another process copies memory",
+}
 
 
 def _row(one: Turns) -> list[str]:
@@ -196,6 +208,7 @@ def _row(one: Turns) -> list[str]:
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Counted steps of a turn.")
 @click.option("--pairs", default=30, show_default=True, type=click.IntRange(1), help="Turns of each loop.")
 @click.option("--control", is_flag=True, help="Also what a process that computes as long as the agent costs.")
+@click.option("--profile", is_flag=True, help="Also which phases of a step take longer, and parts of ckptstore.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--pin/--no-pin", "pinned", default=True, show_default=True, help="Other cores for saving than training.")
 @click.option("--out", default=Path("bench-out"), show_default=True, type=click.Path(path_type=Path))
@@ -207,6 +220,7 @@ def main(
     steps: int,
     pairs: int,
     control: bool,
+    profile: bool,
     device: str,
     pinned: bool,
     out: Path,
@@ -219,7 +233,8 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=out.resolve()))  # processes start in other folders
     os.environ["CKPTSTORE_RUNTIME_DIR"] = str(scratch / "runtime")
-    plan = Plan(*shape_of(count), *tokens, steps, 100, device, pinned, scratch)
+    plan = Plan(*shape_of(count), *tokens, steps, 100, device, pinned, scratch, profile=profile)
+    profiles: list[Table] = []
     table = Table(title="A save after every step, in turns with the loop without saves", title_justify="left")
     table.add_column("strategy", no_wrap=True)
     for name in _COLUMNS:
@@ -238,6 +253,8 @@ def main(
         numbers = {"overhead": statistics.median(one.overheads()), "interval_95": interval_of(one.overheads())}
         results.append({"strategy": strategy} | numbers | asdict(one))
         table.add_row(label, *_row(one))
+        if profile:
+            profiles.append(shown(label, one.phases, interval_of))
         return one
 
     try:
@@ -246,7 +263,8 @@ def main(
             failed |= one is None
             if control and one is not None and one.agent:
                 os.environ[SPIN] = str(statistics.median(one.agent))
-                failed |= measure(f"{base_of(strategy)}-spin", _CONTROL) is None
+                for name, label in _CONTROLS.items():
+                    failed |= measure(f"{base_of(strategy)}-{name}", label) is None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     settings = {name: getattr(plan, name) for name in ("width", "layers", "batch", "context", "steps", "device")}
@@ -255,7 +273,7 @@ def main(
     if as_json:
         click.echo(json.dumps(report))
     else:
-        console.print(table)
+        console.print(table, *profiles)
         console.print(f"wrote {out / 'every_step_turns.json'}", highlight=False)
     if failed:
         sys.exit(1)

@@ -86,6 +86,7 @@ class Plan:
         pinned: trainer and savers have separate cores.
         scratch: where checkpoints are written.
         first: the loop's count of steps begins there, and with it the training data.
+        profile: measure parts of ckptstore in the training thread, too (`step_profile`).
         warm: forks the workers; None: each is an interpreter that imports everything.
     """
 
@@ -99,6 +100,7 @@ class Plan:
     pinned: bool
     scratch: Path
     first: int = 0
+    profile: bool = False
     warm: Warm | None = None
 
     def measured_steps(self, case: Case) -> int:
@@ -119,6 +121,7 @@ class Plan:
         words += ["--interval", str(case.batch if table else case.interval)]
         words += ["--full-every", str(case.interval if table else self.full_every)]
         words += ["--steps", str(self.measured_steps(case)), "--first", str(self.first)]
+        words += ["--profile"] if self.profile else []
         return words if self.pinned else [*words, "--no-pin"]
 
     def begun(self, task: str, case: Case, folder: Path, trouble: IO[str]) -> subprocess.Popen[str] | Script:

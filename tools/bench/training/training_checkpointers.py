@@ -64,6 +64,19 @@ for line in sys.stdin:
 """
 
 
+_STREAM: Final = """
+import sys, time
+one, other = memoryview(bytearray(1 << 26)), memoryview(bytearray(b"1" * (1 << 26)))
+for line in sys.stdin:
+    end = time.process_time() + float(line)
+    while time.process_time() < end:
+        for start in range(0, 1 << 26, 1 << 22):
+            one[start : start + (1 << 22)] = other[start : start + (1 << 22)]
+            if time.process_time() >= end:
+                break
+"""
+
+
 class Spinning(Nothing):
     """No saves; a process on the savers' cores computes for a given time at each step, in a few kilobytes of memory.
 
@@ -73,13 +86,14 @@ class Spinning(Nothing):
 
     label = "none, beside a process that computes"
     compressed: ClassVar[bool] = False
+    code: ClassVar[str] = _SPIN
 
     def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
         super().__init__(folder, trainer, options, ledger)
         if self.compressed:
             _compressed(trainer)
         with on_savers():
-            self._process = subprocess.Popen([sys.executable, "-c", _SPIN], stdin=subprocess.PIPE)
+            self._process = subprocess.Popen([sys.executable, "-c", self.code], stdin=subprocess.PIPE)
 
     def save(self, step: int) -> None:
         super().save(step)
@@ -190,6 +204,10 @@ def _kind(base: type[Strategy], label: str, **members: Any) -> type[Strategy]:
 CHECKPOINTERS: Final[dict[str, type[Strategy]]] = {
     "none-topk": NothingCompressed,
     "none-spin": Spinning,
+    "none-stream": _kind(Spinning, "none, beside a process that copies memory", code=_STREAM),
+    "none-topk-stream": _kind(
+        Spinning, "none, top-k, beside a process that copies memory", compressed=True, code=_STREAM
+    ),
     "none-topk-spin": _kind(Spinning, "none, top-k, beside a process that computes", compressed=True),
     "full-agent": _kind(Checkpointed, "Checkpointer, fulls, agent", how="full", by_agent=True),
     "dense": _kind(Checkpointed, "Checkpointer, step diffs"),

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from tools.baselines import medium
 from tools.baselines.catalog import BASELINES
 from tools.bench.measure import Measurement
 from tools.bench.training.pccheck_settings import PCCHECK
+from tools.bench.training.step_profile import PHASES, StepParts, means
 from tools.bench.training.training_checkpointers import CHECKPOINTERS, Checkpointed
 from tools.bench.training.training_loop import Shape, Trainer, digest, divide_cores, pin
 from tools.bench.training.training_strategies import STRATEGIES, AbsentError, Ledger, Options, Strategy
@@ -50,6 +52,8 @@ class Run:
         iterations: seconds of every step, saves included.
         threads: processor seconds of the training thread, likewise.
         stalls: seconds for which the strategy blocked the loop, by interval: waits, calls, gates.
+        phases: of every step, the wall and processor seconds of `PHASES`.
+        parts: likewise of `StepParts`, if they are measured.
     """
 
     trainer: Trainer
@@ -59,19 +63,25 @@ class Run:
     iterations: list[float] = field(default_factory=list)
     threads: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
+    phases: list[dict[str, tuple[float, float]]] = field(default_factory=list)
+    parts: list[dict[str, tuple[float, float]]] = field(default_factory=list)
+    measured: StepParts | None = None
     _stalled: float = 0.0
 
     def take(self, told: Callable[[int], None] = lambda _step: None) -> None:
         """One step of the loop. `told` is called before each save."""
         trainer, strategy = self.trainer, self.strategy
         began, busy = time.perf_counter(), time.thread_time()
+        marks = [(began, busy)]
         trainer.backward()
+        marks.append((time.perf_counter(), time.thread_time()))
         waiting = time.perf_counter()
         strategy.before_update()
         stalled = time.perf_counter() - waiting
         hidden = strategy.hidden_wait()
         trainer.update()
         stalled += strategy.hidden_wait() - hidden
+        marks.append((time.perf_counter(), time.thread_time()))
         at_interval = trainer.step % self.interval == 0
         if at_interval or strategy.every_step:
             told(trainer.step)
@@ -79,9 +89,17 @@ class Run:
             self.ledger.begin(trainer.step)
             strategy.save(trainer.step)
             stalled += time.perf_counter() - saving
+        marks.append((time.perf_counter(), time.thread_time()))
         trainer.clear()
-        self.iterations.append(time.perf_counter() - began)
-        self.threads.append(time.thread_time() - busy)
+        marks.append((time.perf_counter(), time.thread_time()))
+        self.iterations.append(marks[-1][0] - began)
+        self.threads.append(marks[-1][1] - busy)
+        spans = pairwise(marks)
+        self.phases.append(
+            {name: (end[0] - start[0], end[1] - start[1]) for name, (start, end) in zip(PHASES, spans, strict=True)}
+        )
+        if self.measured is not None:
+            self.parts.append(self.measured.take())
         self._stalled += stalled
         if at_interval:
             self.stalls.append(self._stalled)
@@ -161,6 +179,9 @@ def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     Between two turns no save is in flight.
     """
     run = begin(asked, shape)
+    if asked.profile:
+        run.measured = StepParts()
+        run.measured.install()
     run.until(run.trainer.step + WARM_STEPS + 1)
     run.until(_whole(run))  # its first save is not measured
     run.strategy.settle()
@@ -169,14 +190,15 @@ def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     for line in sys.stdin:
         if not (steps := int(line)):
             break
-        run.iterations.clear()
-        run.threads.clear()
+        for one in (run.iterations, run.threads, run.phases, run.parts):
+            one.clear()  # type: ignore[attr-defined]  # lists of several kinds
         pid = getattr(run.strategy, "agent_pid", None)
         before = 0.0 if pid is None else _processor(pid)
         run.until(run.trainer.step + steps)
         run.strategy.settle()
         agent = {} if pid is None else {"agent": (_processor(pid) - before) / steps}
-        say({"iterations": run.iterations, "threads": run.threads} | agent)
+        counted = {"phases": means(run.phases[1:] or run.phases), "parts": means(run.parts[1:] or run.parts)}
+        say({"iterations": run.iterations, "threads": run.threads} | counted | agent)
     run.until(_whole(run))
     run.strategy.settle()
     trained, step = digest(run.trainer.state()), run.trainer.step
@@ -373,6 +395,7 @@ def main() -> None:
     parser.add_argument("--note", action="store_true", help="of live: tell the digest of each state before its save")
     parser.add_argument("--full-every", type=int, default=100)
     parser.add_argument("--batch", type=int, help="step diffs in one write; default: the interval")
+    parser.add_argument("--profile", action="store_true", help="of turns: measure parts of ckptstore, too")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-pin", action="store_true")
     asked = parser.parse_args()
