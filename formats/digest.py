@@ -34,12 +34,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore.formats.kernel_choice import hot, steady
 
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined,unused-ignore]  # Python 3.12 names it
+
+    import numpy.typing as npt
 
 __all__ = ["BLOCK_WORDS", "Running", "combine", "digest", "multipliers", "partial", "partials", "weights"]
 
@@ -50,7 +51,7 @@ _MASK = (1 << 64) - 1
 _LENGTH = 0x9E3779B97F4A7C15
 _WEIGHT_SEED = 0
 _MULTIPLIER_SEED = 5
-_Words = npt.NDArray[np.uint64]
+_Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def _splitmix64(seed: int, first: int, count: int) -> _Words:

@@ -15,41 +15,21 @@ Both images have the same bytes: a dtype never changes the stored bytes, only th
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 
 from ckptstore.errors import FormatError, UnsupportedStateError
 
 __all__ = ["DTYPES", "DType", "from_numpy", "get", "is_integer", "nbytes", "storage_shape"]
 
-
-@dataclass(frozen=True, slots=True)
-class DType:
-    """An element type.
-
-    Attributes:
-        name: logical name in the metadata (``"F32"``, ``"BF16"``, ``"C64"``).
-        storage: dtype code in the segment's safetensors header.
-        itemsize: bytes per logical element (8 for C64, although it is stored as two F32).
-        numpy: little-endian numpy dtype of one logical element; ``numpy.itemsize == itemsize``. numpy has no type for
-            C32, so it is the pair ``[("real", "<f2"), ("imag", "<f2")]``; F4_E2M1_X2 is plain uint8.
-        trailing: dimensions of the stored shape behind the logical ones: ``(2,)`` for complex, else ``()``.
-    """
-
-    name: str
-    storage: str
-    itemsize: int
-    numpy: np.dtype[Any]
-    trailing: tuple[int, ...] = ()
-
-
-def _table() -> dict[str, DType]:
-    own: dict[str, Any] = {
+_NUMPY: Final[Mapping[str, Any]] = MappingProxyType(
+    {
         "BOOL": "?",
         "U8": "|u1",
         "I8": "|i1",
@@ -60,34 +40,90 @@ def _table() -> dict[str, DType]:
         "U64": "<u8",
         "I64": "<i8",
         "F16": "<f2",
-        "BF16": ml_dtypes.bfloat16,
         "F32": "<f4",
         "F64": "<f8",
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E5M2": ml_dtypes.float8_e5m2,
-        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
-        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+        "F4_E2M1_X2": "|u1",
+        "C32": [("real", "<f2"), ("imag", "<f2")],
+        "C64": "<c8",
+        "C128": "<c16",
     }
-    other: dict[str, tuple[str, Any, tuple[int, ...]]] = {
-        "F8_E8M0": ("U8", ml_dtypes.float8_e8m0fnu, ()),
-        "F4_E2M1_X2": ("U8", "|u1", ()),
-        "C32": ("F16", [("real", "<f2"), ("imag", "<f2")], (2,)),
-        "C64": ("F32", "<c8", (2,)),
-        "C128": ("F64", "<c16", (2,)),
+)
+"""The types that numpy has, by logical name."""
+_ML_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "BF16": "bfloat16",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+        "F8_E8M0": "float8_e8m0fnu",
     }
-    rows = {name: (name, array_type, ()) for name, array_type in own.items()} | other
-    table = {}
-    for name, (storage, array_type, trailing) in rows.items():
-        dtype: np.dtype[Any] = np.dtype(array_type)
-        table[name] = DType(name, storage, dtype.itemsize, dtype, trailing)
-    return table
+)
+"""Those of ml_dtypes. It is imported when an array has one of them: the first save of a process need not do that."""
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type.
+
+    Attributes:
+        name: logical name in the metadata (``"F32"``, ``"BF16"``, ``"C64"``).
+        storage: dtype code in the segment's safetensors header.
+        itemsize: bytes per logical element (8 for C64, although it is stored as two F32).
+        trailing: dimensions of the stored shape behind the logical ones: ``(2,)`` for complex, else ``()``.
+    """
+
+    name: str
+    storage: str
+    itemsize: int
+    trailing: tuple[int, ...] = ()
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The little-endian numpy dtype of one logical element; ``numpy.itemsize == itemsize``.
+
+        numpy has no type for C32, so it is the pair ``[("real", "<f2"), ("imag", "<f2")]``; F4_E2M1_X2 is plain uint8.
+        """
+        return _numpy(self.name)
+
+
+@cache
+def _numpy(name: str) -> np.dtype[Any]:
+    kind: Any = _NUMPY.get(name)
+    if kind is None:
+        import ml_dtypes
+
+        kind = getattr(ml_dtypes, _ML_DTYPES[name])
+    found: np.dtype[Any] = np.dtype(kind)
+    return found
+
+
+def _table() -> dict[str, DType]:
+    sizes = {name: np.dtype(known).itemsize for name, known in _NUMPY.items()}
+    sizes |= {name: 2 if name == "BF16" else 1 for name in _ML_DTYPES}
+    other: dict[str, tuple[str, tuple[int, ...]]] = {
+        "F8_E8M0": ("U8", ()),
+        "F4_E2M1_X2": ("U8", ()),
+        "C32": ("F16", (2,)),
+        "C64": ("F32", (2,)),
+        "C128": ("F64", (2,)),
+    }
+    return {
+        name: DType(name, storage, sizes[name], more)
+        for name in sizes
+        for storage, more in [other.get(name, (name, ()))]
+    }
 
 
 _BY_NAME = _table()
 DTYPES: Mapping[str, DType] = MappingProxyType(_BY_NAME)
 """Every dtype of the format, by logical name."""
 
-_FROM_NUMPY = {dtype.numpy: dtype for dtype in DTYPES.values() if dtype.name != "F4_E2M1_X2"}  # uint8 means U8
+
+@cache
+def _by_numpy(*, all_of_them: bool) -> Mapping[np.dtype[Any], DType]:
+    names = [name for name in DTYPES if name != "F4_E2M1_X2" and (all_of_them or name in _NUMPY)]  # uint8 means U8
+    return {DTYPES[name].numpy: DTYPES[name] for name in names}
 
 
 def get(name: str) -> DType:
@@ -108,9 +144,10 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
     Raises:
         UnsupportedStateError: objects, strings, dates, long doubles, records, and ml_dtypes' sub-byte types.
     """
-    found = _FROM_NUMPY.get(dtype)
+    known = _by_numpy(all_of_them="ml_dtypes" in sys.modules)  # without it, no array has one of its types
+    found = known.get(dtype)
     if found is None:
-        found = _FROM_NUMPY.get(dtype.newbyteorder("<"))
+        found = known.get(dtype.newbyteorder("<"))
     if found is None:
         if dtype.names:
             remedy = "store each of its fields, {name: x[name] for name in x.dtype.names}"

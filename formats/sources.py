@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore.formats import dtypes
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 __all__ = ["BoxSource", "Bytes", "NumpySource", "Origin", "TensorSource", "blocks", "place_of", "write_into"]
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """One-dimensional uint8 array."""
 
 Origin = Literal["torch", "numpy"]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore.errors import KernelError
 from ckptstore.formats import kernel_choice
@@ -20,7 +19,7 @@ from ckptstore.formats.sources import Bytes
 
 __all__ = ["Addresses", "copy", "copy_pieces", "moves", "stream"]
 
-Addresses: TypeAlias = npt.NDArray[np.int64]
+Addresses: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 LEAST: Final = 1 << 20
 """Minimum bytes of one copy that are worth copying past the caches."""

@@ -43,6 +43,7 @@ REST: Final = (
     "tests/training/test_checkpointer_replica.py",
     "tests/training/test_replica_ranks.py",
     "tests/training/test_device_replica.py",
+    "tests/training/test_device_shards.py",
     "tests/training/test_frozen_weights_agent.py",
     "tests/training/test_sparse_replica.py",
     "tests/write/test_diff_training.py",

@@ -53,7 +53,7 @@ NOT_RUN = {
         "writer.md",
         3,
     ): "an excerpt of a shim's rank; tests/write/test_replace.py calls `forgo`, the shim of DCP likewise",
-    ("writer.md", 5): "tests/training/test_layerwise_docs.py runs it, and looks at what it prints",
+    ("writer.md", 6): "tests/training/test_layerwise_docs.py runs it, and looks at what it prints",
     ("persistent-memory.md", 0): "a mounted /mnt/pmem0; tests/backends/test_pmem.py opens such URLs in folders",
 }
 """(page, number of the block) -> why it does not run."""
@@ -118,7 +118,7 @@ with ckptstore.open("runs/a").writer() as writer:
     ("tuning.md", 0): "seconds, nbytes = 2000.0, 8_700_000_000",
     ("writer.md", 0): TRAINING + "state = state()",
     ("writer.md", 1): TRAINING + "state = state()",
-    ("writer.md", 4): TRAINING,
+    ("writer.md", 5): TRAINING,
 }
 """(page, number of the block) -> code that the page assumes before that block."""
 

@@ -20,48 +20,26 @@ again.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import socket
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ckptstore.backends.exclusion import exclusive_access, root_of
-from ckptstore.errors import (
-    CkptError,
-    FencedError,
-    FormatError,
-    KeyExistsError,
-    KeyNotFoundError,
-    StorageError,
-    UsageError,
-    WriterError,
-)
+from ckptstore.errors import CkptError, StorageError, UsageError
 from ckptstore.exchange.export import PrefixSelection
 from ckptstore.exchange.trainer_layouts import model_files
 from ckptstore.following import ancestry
-from ckptstore.following.manifests import (
-    CLAIM,
-    LIMIT,
-    MANIFEST,
-    POINTER,
-    Manifest,
-    Pointer,
-    folder_of,
-    sha256,
-    version_of,
-)
+from ckptstore.following.manifests import MANIFEST, Manifest, Pointer, folder_of, sha256
 from ckptstore.following.polling import Polling, check_polling
+from ckptstore.following.publish_target import NewestVersion, PublishTarget
 from ckptstore.following.version_writer import LAYOUTS, BaseUnusableError, Layout, VersionContent, write_version
 from ckptstore.formats.history.catalog import Catalog
-from ckptstore.formats.history.records import FORMAT_KEY, CheckpointEntry
+from ckptstore.formats.history.records import CheckpointEntry
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.option_checks import whole
 from ckptstore.log import refs
@@ -157,21 +135,6 @@ class Published:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Newest:
-    """The newest version at the target.
-
-    Attributes:
-        data: the bytes of the pointer.
-        pointer: the pointer; None: there is none.
-        manifest: its manifest; None: it is missing or damaged, or a version that it builds on is missing.
-    """
-
-    data: bytes | None = None
-    pointer: Pointer | None = None
-    manifest: Manifest | None = None
-
-
 @dataclass
 class _Held:
     """The checkpoint of the newest version, open, so that its segments stay pinned until a delta on it is written."""
@@ -195,17 +158,11 @@ class Publisher(Polling[Published]):
         """Publish nothing yet. Raises `UsageError`: `target` is a store, or inside one."""
         super().__init__(options.poll, options.timeout, options.stop)
         self._journal = journal
-        self._target = target
+        self._target = PublishTarget(target)
         self._options = options
         self._looks = LogWatch(journal)
         self._looking = threading.Lock()
-        self._lock = ExitStack()
-        self._locked = False
-        self._newest: _Newest | None = None  # as this publisher has read or written it
-        self._doubtful: bytes | None = None  # a pointer that was sent without an answer
-        self._bases: dict[int, int | None] = {}
         self._held = _Held()
-        _refuse_store(target)
 
     def close(self) -> None:
         """End the iteration: a waiting ``next`` raises `StopIteration` soon. Another publisher may start then.
@@ -222,8 +179,7 @@ class Publisher(Polling[Published]):
     def _free(self) -> None:
         self._held.close()
         self._looks.close()
-        self._lock.close()
-        self._locked = False
+        self._target.close()
 
     def look(self) -> Published | None:
         """Publish the checkpoint if the target has another one; None: it has this one, or there is none yet."""
@@ -240,12 +196,12 @@ class Publisher(Polling[Published]):
         entry = self._entry(view.catalog)
         if entry is None:
             return None
-        known = self._newest
-        if known is not None and self._doubtful is None and self._is_there(known.manifest, journal, entry):
+        known = self._target.newest
+        if known is not None and self._target.doubtful is None and self._is_there(known.manifest, journal, entry):
             return None
-        if not self._locked:
-            self._take_lock()
-        newest = self._newest = self._read_newest()
+        if not self._target.locked:
+            self._target.take_lock()
+        newest = self._target.read_newest()
         if self._is_there(newest.manifest, journal, entry):
             return None
         found = self._publish(journal, view.catalog, entry, newest)
@@ -263,77 +219,11 @@ class Publisher(Polling[Published]):
             return False  # it was published without
         return (manifest.layout, manifest.selection) == (self._options.layout, self._options.selected)
 
-    # -- the target
-
-    def _take_lock(self) -> None:
-        if not self._lock.enter_context(exclusive_access(self._target, lambda: False, make=True)):
-            self._lock.close()
-            raise WriterError(f"{self._target.url}: another publisher is running here; end it, or use another place")
-        self._locked = True
-
-    def _read_newest(self) -> _Newest:
-        """Read the pointer and its manifest. Raises `FencedError`, `UsageError`, `FormatError`, `StorageError`."""
-        known, doubtful = self._newest, self._doubtful
-        data = self._pointer()
-        if known is not None and data not in (known.data, doubtful):
-            raise FencedError(f"{self._target.url}: another publisher has taken over; this one has stopped")
-        self._doubtful = None
-        if known is not None and data == known.data and known.manifest is not None:
-            return known
-        if data is None:
-            self._refuse_foreign()
-            if known is None:
-                self._target.probe()
-            return _Newest()
-        what = f"{self._target.url}/{POINTER}"
-        try:
-            pointer = Pointer.decoded(data, what)
-        except FormatError as error:
-            error.add_note(f"remove {what} if no program needs it: the next version is a full then")
-            raise
-        return _Newest(data, pointer, self._manifest_of(pointer))
-
-    def _pointer(self) -> bytes | None:
-        try:
-            return self._target.get(POINTER, LIMIT)
-        except KeyNotFoundError:
-            return None
-
-    def _manifest_of(self, pointer: Pointer) -> Manifest | None:
-        """The newest manifest, if it is intact and the versions that it builds on are there."""
-        try:
-            data = self._target.get(f"{folder_of(pointer.version)}/{MANIFEST}", LIMIT)
-            for folder in pointer.chain[:-1]:
-                self._target.size(f"{folder}/{MANIFEST}")
-            return Manifest.decoded(data, MANIFEST) if sha256(data) == pointer.manifest else None
-        except (KeyNotFoundError, FormatError):
-            return None
-
-    def _versions(self) -> list[int]:
-        return sorted(number for name in self._target.folders("") if (number := version_of(name)) is not None)
-
-    def _owned(self, version: int) -> bool:
-        try:
-            self._target.size(f"{folder_of(version)}/{CLAIM}")
-        except KeyNotFoundError:
-            return False
-        return True
-
-    def _refuse_foreign(self) -> None:
-        """Raise `UsageError` if another program's versions are here, because they would be removed, or mixed with ours.
-
-        The folder of a publisher that died as it claimed a number is empty.
-        """
-        for version in self._versions():
-            if not self._owned(version) and self._target.list(f"{folder_of(version)}/"):
-                there = f"{self._target.url} has {folder_of(version)}/"
-                raise UsageError(f"{there}, which ckpt publish did not write: choose another place")
-
     # -- one version
 
-    def _publish(self, journal: Journal, catalog: Catalog, entry: CheckpointEntry, newest: _Newest) -> Published:
+    def _publish(self, journal: Journal, catalog: Catalog, entry: CheckpointEntry, newest: NewestVersion) -> Published:
         why = self._full_because(journal, catalog, entry, newest)
-        with self._claimed(newest) as version:
+        with self._target.claimed(newest) as version:
             if why is None and newest.manifest is not None and version != newest.manifest.version + 1:
                 why = "a version before it was not completed"
 
@@ -342,20 +232,22 @@ class Publisher(Polling[Published]):
 
             manifest, written, reason = restore_with(journal, entry.ref, work)
             data = manifest.encoded()
-            self._target.create(f"{folder_of(version)}/{MANIFEST}", data)
+            self._target.backend.create(f"{folder_of(version)}/{MANIFEST}", data)
             crash_point("publish.complete")
             before = () if manifest.base is None or newest.pointer is None else newest.pointer.chain
             chain = (*before, folder_of(version))
-            self._commit(Pointer(version, sha256(data), manifest.ref, manifest.step, chain), manifest, newest)
+            self._target.commit(Pointer(version, sha256(data), manifest.ref, manifest.step, chain), manifest, newest)
         if self._options.layout == "slime":
             self._hold(entry.ref)
-        removed = self._remove_old(version)
+        removed = self._target.remove_old(version, self._options.keep)
         changed = sum(tensor.encoding != "base" for tensor in manifest.tensors)
         sizes = (len(manifest.tensors), changed, sum(tensor.nbytes for tensor in manifest.tensors), written)
         place = (version, folder_of(version), manifest.ref, manifest.step, manifest.base, reason)
         return Published(*place, *sizes, removed, manifest.lossy, 0.0)
 
-    def _full_because(self, journal: Journal, catalog: Catalog, entry: CheckpointEntry, newest: _Newest) -> str | None:
+    def _full_because(
+        self, journal: Journal, catalog: Catalog, entry: CheckpointEntry, newest: NewestVersion
+    ) -> str | None:
         """Why the next version is a full, as far as is known before the checkpoint is opened; None: no reason."""
         before, options = newest.manifest, self._options
         if newest.pointer is None:
@@ -375,35 +267,13 @@ class Publisher(Polling[Published]):
             return "every so many versions"
         return None
 
-    @contextmanager
-    def _claimed(self, newest: _Newest) -> Iterator[int]:
-        """Claim the next number. What was written under it is removed after an error, unless a pointer may name it."""
-        version = max([*self._versions(), 0 if newest.pointer is None else newest.pointer.version]) + 1
-        claim = {"publisher": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        while True:
-            try:
-                self._target.create(f"{folder_of(version)}/{CLAIM}", json.dumps(claim).encode())
-                break
-            except KeyExistsError:  # another publisher was faster
-                version += 1
-        try:
-            crash_point("publish.claimed")
-            yield version
-        except BaseException:
-            if self._doubtful is None:
-                with suppress(CkptError):
-                    self._remove(version)
-                    if root_of(self._target) is not None:  # the handle refuses to make the folder that it has made once
-                        self._target = self._target.reopened()
-            raise
-
     def _write(
-        self, found: OpenCheckpoint, run: str, version: int, newest: _Newest, why: str | None
+        self, found: OpenCheckpoint, run: str, version: int, newest: NewestVersion, why: str | None
     ) -> tuple[Manifest, int, str | None]:
         """Write the files of a version -> its manifest, the bytes written, and why it is a full (None: a delta)."""
-        self._clear(version)  # of an encoding that was damaged
+        self._target.clear(version)  # of an encoding that was damaged
         options, files = self._options, self._files(found)
-        limit = min(options.max_shard_bytes or _SHARD, self._target.segment_bytes)
+        limit = min(options.max_shard_bytes or _SHARD, self._target.backend.segment_bytes)
         with ExitStack() as stack:
 
             def base_source() -> OpenCheckpoint:
@@ -427,11 +297,11 @@ class Publisher(Polling[Published]):
             if base is not None and content.kinds != base.kinds:
                 content.base, why = None, "other tensors, shapes or files"
             try:
-                tensors, written = write_version(self._target, version, content)
+                tensors, written = write_version(self._target.backend, version, content)
             except BaseUnusableError as error:
-                self._clear(version)
+                self._target.clear(version)
                 content.base, why = None, f"the previous checkpoint cannot be read: {error}"
-                tensors, written = write_version(self._target, version, content)
+                tensors, written = write_version(self._target.backend, version, content)
         crash_point("publish.written")
         entry, base = found.entry, content.base
         manifest = Manifest(
@@ -461,81 +331,12 @@ class Publisher(Polling[Published]):
         taken = ("claim.json", "manifest.json", "model.safetensors.index.json")
         return {name: data for name, data in files.items() if name not in taken and not name.endswith(".safetensors")}
 
-    def _commit(self, pointer: Pointer, manifest: Manifest, newest: _Newest) -> None:
-        # Prevents: two publishers that move the pointer in turn, so that readers go back and forth.
-        if self._pointer() != newest.data:
-            raise FencedError(f"{self._target.url}: another publisher has taken over; this one has stopped")
-        data = self._doubtful = pointer.encoded()
-        self._target.replace(POINTER, data)
-        crash_point("publish.pointed")
-        # Prevents: versions that are removed although a power cut brings back the pointer that names them.
-        self._target.settle("")
-        self._newest, self._doubtful = _Newest(data, pointer, manifest), None
-        self._bases[pointer.version] = manifest.base
-        crash_point("publish.committed")
-
     def _hold(self, ref: str) -> None:
         """Keep the checkpoint open. If that fails, the next version may have to be a full."""
         self._held.close()
         with suppress(CkptError):
             self._held.found = self._held.open.enter_context(opened(self._journal, ref))
             self._held.ref = ref
-
-    # -- old versions
-
-    def _remove_old(self, newest: int) -> tuple[int, ...]:
-        """Remove the versions below `newest` that are not kept. What cannot be removed now is removed the next time."""
-        removed: list[int] = []
-        with suppress(StorageError):
-            below = [version for version in self._versions() if version <= newest]
-            bases = {version: self._base_of(version) for version in below}
-            needed: set[int] = set()
-            for version in [one for one in below if bases[one] is not None][-self._options.keep :]:
-                chain: int | None = version
-                while chain and chain not in needed:
-                    needed.add(chain)
-                    chain = bases.get(chain)
-            for version in below:
-                if version not in needed and self._owned(version):
-                    self._remove(version)
-                    removed.append(version)
-        return tuple(removed)
-
-    def _base_of(self, version: int) -> int | None:
-        """The version that one builds on; 0: on none; None: it was never completed."""
-        if version not in self._bases:
-            try:
-                data = self._target.get(f"{folder_of(version)}/{MANIFEST}", LIMIT)
-                self._bases[version] = Manifest.decoded(data, MANIFEST).base
-            except (KeyNotFoundError, FormatError):
-                return None
-        return self._bases[version] or 0
-
-    def _remove(self, version: int) -> None:
-        """Remove a version: first what makes it complete, last what says that it is ours."""
-        folder = folder_of(version)
-        self._target.delete(f"{folder}/{MANIFEST}")
-        crash_point("publish.removing")
-        self._clear(version)
-        self._target.delete(f"{folder}/{CLAIM}")
-        self._bases.pop(version, None)
-        if (root := root_of(self._target)) is not None:
-            with suppress(OSError):
-                Path(root, folder).rmdir()
-
-    def _clear(self, version: int) -> None:
-        """Remove a version's files, but not its claim."""
-        for key in self._target.list(f"{folder_of(version)}/"):
-            if not key.endswith(f"/{CLAIM}"):
-                self._target.delete(key)
-
-
-def _refuse_store(target: Backend) -> None:
-    journal = Journal(target)
-    journal.check_outside()
-    with suppress(KeyNotFoundError):
-        target.size(FORMAT_KEY)
-        raise UsageError(f"{target.url} is a checkpoint store: publish to another place")
 
 
 def _small_files(folder: Path) -> list[Path]:

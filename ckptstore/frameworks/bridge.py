@@ -15,8 +15,8 @@ from ckptstore.errors import MissingDependencyError, UnsupportedStateError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from ckptstore.formats.states.object_parts import Make
     from ckptstore.formats.states.state import FlatState, Parts, Recognise, Tagged, TensorSource
-    from ckptstore.formats.states.state_objects import Make
     from ckptstore.frameworks.torch_offload import CopyQueue
     from ckptstore.host.buffers import Bytes
 
@@ -157,8 +157,6 @@ def source_of(value: object, *, sharded: bool = False, overwritten: bool = False
 
 
 def _recogniser(sharded: bool, overwritten: bool) -> Recognise:
-    from ckptstore.formats.states.shard import Shard, Shards
-
     asked = [
         adapter.recognise(sharded) if adapter.overwritten or not overwritten else _refusing(adapter.recognise(sharded))
         for name, adapter in ADAPTERS.items()
@@ -167,8 +165,7 @@ def _recogniser(sharded: bool, overwritten: bool) -> Recognise:
     placed: dict[object, object] = {}
 
     def recognise(value: object) -> TensorSource | Tagged | Parts | None:
-        kind = type(value)
-        if kind is Shard or kind is Shards:
+        if _is_placed(type(value)):
             source = _shards_source(value, overwritten)
             place = place_of(source)
             # Prevents: two parts of different places that are stored as one tensor, because their memory is one.
@@ -183,6 +180,12 @@ def _recogniser(sharded: bool, overwritten: bool) -> Recognise:
     from ckptstore.formats.sources import place_of
 
     return recognise
+
+
+def _is_placed(kind: type) -> bool:
+    """Whether it is `Shard` or `Shards`. A state has one only if their module is imported."""
+    module = sys.modules.get("ckptstore.formats.states.shard")
+    return module is not None and (kind is module.Shard or kind is module.Shards)
 
 
 def _shards_source(value: Any, overwritten: bool) -> TensorSource:
@@ -214,7 +217,9 @@ def object_maker(*, to_torch: bool, keep_foreign: bool = False) -> Make:
         to_torch: tensors that were torch tensors are torch tensors again.
         keep_foreign: see `Store.load`.
     """
-    from ckptstore.formats.states.state_objects import NUMPY, loader  # imports numpy: see `flattened`
+    # They import numpy: see `flattened`.
+    from ckptstore.formats.states.numpy_objects import NUMPY
+    from ckptstore.formats.states.state_objects import loader
 
     if not to_torch:
         return loader(NUMPY, _TORCH_KINDS, keep_foreign=keep_foreign)

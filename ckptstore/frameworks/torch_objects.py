@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 
 from ckptstore.errors import FormatError, UnsupportedStateError
+from ckptstore.formats.states.object_parts import Parts
 from ckptstore.formats.states.registered_types import Foreign
-from ckptstore.formats.states.state_objects import Parts
 
 __all__ = ["MAKERS", "SPARSE", "take_generator", "take_sparse"]
 

@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from ckptstore.formats.states.shard import Shard
     from ckptstore.formats.states.state import Parts, Tagged
 
-__all__ = ["PlacedTensor", "ShardSource", "copy_box_into", "local_part", "place_in_whole", "recognise"]
+__all__ = [
+    "PlacedTensor",
+    "ShardSource",
+    "copy_box_into",
+    "local_gradient",
+    "local_part",
+    "part_for",
+    "place_in_whole",
+    "recognise",
+    "sharded_as",
+]
 
 
 def recognise(value: object) -> TorchSource | Tagged | Parts | None:
@@ -46,6 +56,43 @@ def local_part(tensor: Any) -> torch.Tensor:
         return tensor  # type: ignore[no-any-return]
     part: torch.Tensor = tensor.detach().to_local()
     return part.wait() if hasattr(part, "wait") else part  # a collective that is still under way
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A parameter's gradient, of a DTensor this rank's part: the same object as long as the gradient is.
+
+    Raises:
+        UnsupportedStateError: the gradient is not placed as the parameter.
+    """
+    gradient: Any = parameter.grad
+    if gradient is None or not hasattr(parameter, "placements"):
+        return gradient  # type: ignore[no-any-return]
+    placed = getattr(gradient, "placements", None)
+    # Prevents: a partial sum that is taken for the gradient: the optimizer adds those of all ranks first.
+    if placed != parameter.placements:
+        raise UnsupportedStateError(f"a gradient is placed as {placed}, and its parameter as {parameter.placements}")
+    with torch.no_grad():  # else torch makes a view of it
+        part: torch.Tensor = gradient.to_local()
+    return part.wait() if hasattr(part, "wait") else part
+
+
+def sharded_as(parameter: Any, part: torch.Tensor) -> torch.Tensor:
+    """The tensor of which each rank has such a part of its own: a DTensor, if the parameter is one."""
+    if not hasattr(parameter, "placements"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    whole = torch.empty(parameter.shape, device="meta")
+    how: dict[str, Any] = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, **how)
+
+
+def part_for(parameter: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor of a parameter's shape, which is a DTensor placed as the parameter, or whole."""
+    if hasattr(tensor, "placements") or not hasattr(parameter, "placements"):
+        return local_part(tensor)
+    shape, offset = place_in_whole(parameter)
+    return tensor[tuple(slice(start, start + count) for start, count in zip(offset, shape, strict=True))]
 
 
 def place_in_whole(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore.errors import UsageError
 from ckptstore.formats.segment_files.layout import CHUNK
@@ -21,7 +20,7 @@ from ckptstore.host.pages import BLOCK
 
 __all__ = ["BLOCK_BYTES", "DEFAULT_BUDGET", "SLACK", "Bytes", "MappedRegion", "Staging", "aligned", "region_of"]
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 """One-dimensional bytes."""
 
 BLOCK_BYTES: Final = 16 << 20

@@ -40,7 +40,8 @@ class CheckpointInfo(HtmlTable):
         nbytes: logical bytes of all tensors.
         stored: bytes on the medium of the encodings of this checkpoint, without their bases.
         tensors: number of distinct tensors.
-        segments: ids of the segments of those encodings.
+        segments: ids of the segments of those encodings. What a writer of many ranks returns on another rank than 0 has
+            only the first, which holds the tree, and those of this rank: `Store.checkpoint` returns all.
         base: REF of the checkpoint that the smallest form builds on, or None.
         lossy: no stored form restores the saved bits.
         tags: its tags.

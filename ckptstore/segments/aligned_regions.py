@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import ClassVar
 
 from ckptstore.formats.segment_files.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, order, padded, split
 from ckptstore.formats.states.state import FlatState
@@ -36,8 +37,10 @@ class LaidOutState(FlatState):
         digests: state digests that are already known, by tensor name.
         limit: the `limit` with which `plan_regions` has divided exactly these tensors into the regions; None: they were
             divided in another way, or there are no regions.
+        mapped_directly: whether the memory is that of segments on the medium (`mapped_fulls.MappedState`).
     """
 
+    mapped_directly: ClassVar[bool] = False
     regions: tuple[SegmentRegion, ...]
     digests: Mapping[str, int] = field(default_factory=dict)
     limit: int | None = None

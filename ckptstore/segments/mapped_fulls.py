@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import xxhash
@@ -65,6 +65,7 @@ class MappedState(LaidOutState):
         begun: ids of the segments that are, or were, being completed: the code that completes them drops them.
     """
 
+    mapped_directly: ClassVar[bool] = True
     mapped: tuple[MappedSegment, ...] = ()
     begun: list[str] = field(default_factory=list)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ckptstore.errors import CkptError, FencedError, StoreNotFoundError, UsageError
 from ckptstore.host.caller_warnings import warn
-from ckptstore.log.change_committer import known_writer
 from ckptstore.store.open_store import open as open_store
 
 if TYPE_CHECKING:
@@ -230,6 +229,8 @@ def _writer(store: Store, rules: tuple[str, ...] | None) -> Writer:
             catalog = store.view().catalog
         except StoreNotFoundError:
             return store.writer(reuse=True, keep=(f"last:{KEPT}",) if rules is None else rules)
+        from ckptstore.log.change_committer import known_writer
+
         state, _, pid = known_writer(catalog)
         if state == "alive" and (pid != os.getpid() or _is_open(store.url, catalog.term)):
             raise _busy(store.url, pid)

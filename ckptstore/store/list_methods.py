@@ -9,11 +9,11 @@ from ckptstore.formats.html_tables import Rows
 from ckptstore.log import refs
 from ckptstore.log.checkpoint_info import CheckpointInfo, TermInfo, describe_all, describe_terms, look_up
 from ckptstore.log.log_reader import View, read
-from ckptstore.restore.restore_plan import Plan, plan
 from ckptstore.store.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from ckptstore.reports.lineage import Lineage
+    from ckptstore.restore.restore_plan import Plan
 
 __all__ = ["ListMethods"]
 
@@ -73,6 +73,8 @@ class ListMethods(StoreHandle):
 
     def plan(self, ref: str | int = "latest") -> Plan:
         """How `ref` would be restored: the cheapest chain of encodings."""
+        from ckptstore.restore.restore_plan import plan
+
         catalog = self.view().catalog
         return plan(catalog, refs.resolve(catalog, ref).id)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from ckptstore.formats.html_tables import Rows
 from ckptstore.host.progress import as_progress
+from ckptstore.store.export_methods import ExportMethods
 from ckptstore.store.restore_methods import RestoreMethods
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["QueryMethods"]
 
 
-class QueryMethods(RestoreMethods):
+class QueryMethods(RestoreMethods, ExportMethods):
     """The methods of `Store` that say how a checkpoint is stored, how two differ, and where a change began."""
 
     def inspect(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from ckptstore.backends.base import Backend
-from ckptstore.errors import CkptError, UsageError
+from ckptstore.errors import CkptError, CorruptionError, NotFoundError, UsageError
 from ckptstore.formats.history.records import FormatFile
 from ckptstore.log.checkpoint_info import look_up
 from ckptstore.log.journal import Journal
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ckptstore.log.log_reader import View
 
 __all__ = ["StoreHandle"]
+
+_T = TypeVar("_T")
 
 
 class StoreHandle:
@@ -97,6 +99,22 @@ class StoreHandle:
         if self._reached is None or self._reached.local is not self.journal:
             self._reached = StorePair.of(self.journal, self._remote)
         return self._reached
+
+    def _with_remote_fallback(self, ref: str | int, work: Callable[[Journal, str | int], _T]) -> _T:
+        """The result of `work` on this store; if data is missing or damaged here and the remote has it, on both."""
+        try:
+            return work(self.journal, ref)
+        except (NotFoundError, CorruptionError) as error:
+            try:
+                pair = self._pair()
+            except CkptError as why:
+                error.add_note(f"the remote cannot be reached either: {why}")
+                raise error from why
+            if pair is None:
+                raise
+        from ckptstore.tiers.remote_fetch import read_from_either
+
+        return read_from_either(pair, ref, work)
 
     def _remote_url_with(self, ref: str | int | None) -> str | None:
         """The URL of the remote, if a REF names a checkpoint there; None: it does not, or the remote is unreachable."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckptstore.errors import (
     CkptError,
@@ -25,7 +25,9 @@ from ckptstore.log.change import CatalogChange
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
 from ckptstore.write.retainer import Retainer
-from ckptstore.write.second_tier import SecondTier
+
+if TYPE_CHECKING:
+    from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Commits"]
 

@@ -449,7 +449,7 @@ class Committer(Commits):
             self._abandoned.extend([segment for segment in begun if segment not in used])
             begun = list(used)
             tensors, nbytes = written.tensors, written.nbytes
-            entry = CheckpointEntry(self.log.number, step, written.state, moment, tensors, nbytes, labels.extra)
+            entry = CheckpointEntry(self.log.number, step, written.state, moment, tensors, nbytes, labels.extra())
             encoding = self._deltas.encoding(written, entry.node, order)
             tags = dict.fromkeys(labels.tags, entry.node)
             change = CatalogChange(written.segments, (entry,), (encoding,), tags=tags)

@@ -19,7 +19,7 @@ from ckptstore.formats.segment_files.segment_steps import StepEncoding
 from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import Workers
-from ckptstore.segments.mapped_fulls import MappedState, map_segments, regions_of, write_direct
+from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.segments.plain_segments import WrittenState, write_full
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.capture.snapshot import HostTensor, Snapshot, SnapshotPool
@@ -29,6 +29,7 @@ from ckptstore.write.resident_bases import MemoryBase, ResidentBases
 
 if TYPE_CHECKING:
     from ckptstore.restore.stored_base import StoredBase
+    from ckptstore.segments.mapped_fulls import MappedState
     from ckptstore.write.capture.bounded_capture import Feed
     from ckptstore.write.delta_encoding import ArrivingState, Base, Choices
     from ckptstore.write.policy.delta_options import DeltaOptions
@@ -85,6 +86,8 @@ class Deltas:
 
         Raises `StorageError`. Only for a writer that makes no deltas; any thread may call it.
         """
+        from ckptstore.segments.mapped_fulls import MappedState, map_segments, regions_of
+
         encoding = StepEncoding(self._draft.term, "full", None, time.time())
         space = self._backend.begin_save()
         try:
@@ -175,8 +178,12 @@ class Deltas:
         gap: int,
         arriving: ArrivingState | None,
     ) -> WrittenState:
-        if isinstance(flat, MappedState) and (direct := write_direct(session, flat, draft)) is not None:
-            return direct
+        if isinstance(flat, LaidOutState) and flat.mapped_directly:
+            from ckptstore.segments.mapped_fulls import MappedState, write_direct
+
+            assert isinstance(flat, MappedState)
+            if (direct := write_direct(session, flat, draft)) is not None:
+                return direct
         if self._options is None or (base is None and not self._options.compress_fulls):
             return write_full(session, flat, draft)
         # Plain fulls, which need no codec, never import one.

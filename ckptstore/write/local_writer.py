@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptstore.errors import WriterClosedError
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.term import Term
 from ckptstore.write.save_calls import SaveCalls
-from ckptstore.write.second_tier import Lag
 from ckptstore.write.writer_runtime import Begin
+
+if TYPE_CHECKING:
+    from ckptstore.write.second_tier import Lag
 
 __all__ = ["Begin", "LocalWriter"]
 

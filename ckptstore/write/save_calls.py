@@ -21,7 +21,7 @@ from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.committer import Committer
 from ckptstore.write.saves.job import SaveJob
-from ckptstore.write.saves.ledger import Labels, PendingSave
+from ckptstore.write.saves.ledger import Labels, Metadata, PendingSave
 from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Update, Updates
 from ckptstore.write.writer_runtime import WriterRuntime
@@ -68,7 +68,7 @@ class SaveCalls(WriterRuntime):
         snapshot: Snapshot,
         step: int,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Metadata | None = None,
         tags: str | Sequence[str] = (),
         updates: Sequence[Update] = (),
         gradients: Snapshot | None = None,

@@ -15,7 +15,6 @@ from ckptstore.formats.history.commit_checks import needed, users
 from ckptstore.formats.history.records import Node, object_of, ref_of
 from ckptstore.formats.history.retention_rules import known, reasons_of
 from ckptstore.formats.history.space_limits import space_of
-from ckptstore.log.pins import PinWatch
 
 __all__ = ["tell_what_holds_space"]
 
@@ -97,6 +96,8 @@ def _stored(catalog: Catalog, nodes: Iterable[Node]) -> int:
 
 def _pinned(catalog: Catalog, backend: Backend) -> list[str]:
     """The readers that hold segments which nothing else needs."""
+    from ckptstore.log.pins import PinWatch
+
     told = []
     try:
         garbage = {found[1] for key in backend.list("seg/") if catalog.collectable(key) and (found := object_of(key))}

@@ -14,13 +14,13 @@ from ckptstore.host.interpreter_exit import Finishable
 from ckptstore.host.progress import Progress, as_progress
 from ckptstore.host.signal_reentry import codes_of, refuse_within
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.saves.ledger import Labels, PendingSave
+from ckptstore.write.saves.ledger import Labels, Metadata, PendingSave
 from ckptstore.write.saves.lost_steps import note_lost
-from ckptstore.write.second_tier import Lag
 from ckptstore.write.steps.updates import Updates
 
 if TYPE_CHECKING:
     from ckptstore.write.capture.layerwise_save import LayeredSave
+    from ckptstore.write.second_tier import Lag
 
 __all__ = ["Writer"]
 
@@ -91,7 +91,7 @@ class Writer(Finishable):
         state: Any,
         step: int | None = None,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Metadata | None = None,
         tags: str | Sequence[str] = (),
         updates: Updates | None = None,
         progress: Progress | bool | None = None,
@@ -109,7 +109,9 @@ class Writer(Finishable):
                 threads get different steps.
             metadata: facts about the checkpoint that every listing of the store shows (a loss, a commit, a note): a
                 mapping of texts, numbers, booleans, None, lists and mappings, at most 16 KiB as JSON. It is stored in
-                `CheckpointInfo.metadata`. With many ranks, rank 0's metadata is stored.
+                `CheckpointInfo.metadata`. With many ranks, rank 0's metadata is stored. Or a function that returns such
+                a mapping or None, for what is known later: a thread of rank 0's writer calls it when everything but the
+                record that commits the checkpoint is durable, and waits for it. If it raises, nothing is committed.
             tags: one or more names for the checkpoint, set in the same commit; an existing tag moves. With many ranks,
                 rank 0's tags are set.
             updates: what the optimizers did since the previous save (`training.OptimizerStep`), for step diffs; only a
@@ -128,9 +130,10 @@ class Writer(Finishable):
                 written.
             StepOrderError: the step exists, or is not above the parent's; with `replace`: it is below the newest
                 checkpoint's. Nothing was written.
-            UsageError: `metadata` or `tags` cannot be stored; `replace` without `step`, or where an agent saves; or a
-                signal handler calls this while the same thread is inside `save`, `save_async` or `begin`. Nothing was
-                written.
+            UsageError: `metadata` or `tags` cannot be stored; `metadata` is a function, and an agent saves; `replace`
+                without `step`, or where an agent saves; or a signal handler calls this while the same thread is inside
+                `save`, `save_async` or `begin`. Nothing was written. Or the function `metadata` failed (``__cause__``),
+                or returned what cannot be stored: nothing was committed, and the step may be saved again.
             with `replace` also as `rollback`; then the old checkpoint is still the newest.
             RankError: the ranks could not save this step; its subclasses tell why. Nothing was committed, and the next
                 step may be saved.
@@ -150,7 +153,7 @@ class Writer(Finishable):
         state: Any,
         step: int | None = None,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Metadata | None = None,
         tags: str | Sequence[str] = (),
         updates: Updates | None = None,
         replace: bool = False,

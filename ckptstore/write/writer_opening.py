@@ -21,12 +21,12 @@ from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term
 from ckptstore.write.local_writer import LocalWriter
-from ckptstore.write.second_tier import SecondTier
 from ckptstore.write.writer_options import WriterOptions
 
 if TYPE_CHECKING:
     from ckptstore.restore.stored_base import StoredBase
     from ckptstore.write.policy.diff_options import DiffOptions
+    from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Opener", "TermOpener", "open_writer"]
 

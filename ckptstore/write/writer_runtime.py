@@ -41,7 +41,6 @@ from ckptstore.write.save_path import SavePath
 from ckptstore.write.saves.in_flight import Places
 from ckptstore.write.saves.ledger import Failures, Saves, check_owner
 from ckptstore.write.saves.save_metrics import Meter
-from ckptstore.write.second_tier import SecondTier
 from ckptstore.write.steps.updates import Explaining
 from ckptstore.write.writer import Writer
 from ckptstore.write.writer_options import WriterOptions
@@ -49,6 +48,7 @@ from ckptstore.write.writer_options import WriterOptions
 if TYPE_CHECKING:
     from ckptstore.restore.stored_base import StoredBase
     from ckptstore.write.capture.layerwise_save import OpenSave
+    from ckptstore.write.second_tier import SecondTier
     from ckptstore.write.steps.batcher import Diffs
 
 __all__ = ["Begin", "WriterRuntime"]

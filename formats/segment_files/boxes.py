@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.formats.sources import Bytes, blocks
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["Box", "boxes_of", "common_elements", "elements_of", "gap", "overlapping", "touches"]
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
@@ -43,6 +42,9 @@ from ckptstore.formats.segment_files.step_tensors import (
     chunk_counts,
     logical_lengths,
 )
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 __all__ = ["MAX_CHUNKS", "MAX_ENTRIES", "index_members", "read_index", "uses_of"]
 

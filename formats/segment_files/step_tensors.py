@@ -11,19 +11,21 @@ import marshal
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore.formats.segment_files import layout
 from ckptstore.formats.segment_files.layout import TensorSpec, chunk_extents
 from ckptstore.formats.segment_files.segment_columns import cell
 from ckptstore.formats.segment_files.segment_doc import HASH_OF_NOTHING, RAW, Chunk, TensorEntry
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 __all__ = ["EntryColumns", "Numbers", "SpecTable", "StepTensors", "TensorRows", "chunk_counts", "logical_lengths"]
 
-Numbers = npt.NDArray[np.int64]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 _KEPT: Final = 8
 """Number of different lists of tensors that a table remembers: the steps of a run usually have the same tensors."""
 

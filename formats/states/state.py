@@ -39,8 +39,9 @@ from ckptstore.formats.sources import NumpySource, Origin, TensorSource
 from ckptstore.formats.states import values
 from ckptstore.formats.states.keys import holds_nan
 from ckptstore.formats.states.names import flat_names
+from ckptstore.formats.states.object_parts import Parts
 from ckptstore.formats.states.registered_types import by_type
-from ckptstore.formats.states.state_objects import Parts, take_apart
+from ckptstore.formats.states.state_objects import take_apart
 from ckptstore.formats.states.tree import (
     MAX_DEPTH,
     Resolve,

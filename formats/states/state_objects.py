@@ -1,8 +1,9 @@
-"""Take objects of the standard library and of numpy apart for the tree, and make them again (SPEC.md 3.4).
+"""Take objects apart for the tree, and make them again (SPEC.md 3.4).
 
 ``{"$object": [kind, node]}`` or ``{"$object": [kind, node, name]}``: the node is the tree of the object's parts. This
-module has all kinds that need no torch. The parts come from an untrusted source, so every maker checks them. None
-imports, calls or allocates anything by a name or number that it has not checked.
+module has the kinds of the standard library; `numpy_objects` and `frameworks.torch_objects` have the others. The parts
+come from an untrusted source, so every maker checks them. None imports, calls or allocates anything by a name or number
+that it has not checked.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import decimal
-import fractions
 import functools
 import keyword
 import pathlib
@@ -19,40 +18,29 @@ import re
 import sys
 import types
 import uuid
-import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from operator import itemgetter
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
 from ckptstore.errors import CkptError, FormatError, UnsupportedStateError
+from ckptstore.formats.states.numpy_objects import TAKERS, make_dtype, take_dtype, take_generator, take_random_state
+from ckptstore.formats.states.object_parts import KIND, Make, Parts, need, text_of
 from ckptstore.formats.states.registered_types import REGISTERED, Foreign, by_name, by_type, fields_of
 
-__all__ = ["KIND", "NUMPY", "WHOLE", "Make", "Parts", "Record", "check", "loader", "take_apart"]
+if TYPE_CHECKING:
+    import decimal
+    import fractions
+    import zoneinfo
 
-KIND: Final = re.compile(r"[a-z][a-z0-9_.]{0,63}")
+__all__ = ["WHOLE", "Record", "check", "loader", "take_apart"]
+
 _KEY: Final = re.compile(r"[A-Za-z0-9_+\-]+(/[A-Za-z0-9_+\-]+){0,3}")
 _LENGTH: Final = re.compile("0|[1-9][0-9]{0,18}")
-_DTYPE: Final = re.compile(r"[<>|][biufcSUmM][0-9]{1,9}(\[[0-9]{0,9}[A-Za-zμ]{1,7}\])?")
-_UNIT: Final = re.compile("([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)")
 _DAY: Final = datetime.timedelta(days=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """An object taken apart. `value` may hold anything that a state may hold; `name` is empty if the kind has none."""
-
-    kind: str
-    value: Any
-    name: str = ""
-
-
-Make = Callable[[str, Any, str], Any]
-"""Called with kind, parts and name of an object; returns what stands for it."""
 
 
 # namedtuples
@@ -125,10 +113,6 @@ _FACTORIES: Final[dict[str, Any]] = {
     for one in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple, OrderedDict, Counter, deque)
 }
 _PATHS: Final = {one.__name__: one for one in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
-_BIT_GENERATORS: Final[dict[str, Any]] = {
-    one.__name__: one
-    for one in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
-}
 
 
 def take_apart(value: object) -> Parts | None:
@@ -142,10 +126,10 @@ def take_apart(value: object) -> Parts | None:
         return Parts(known.kind, known.to(value), known.name)
     if kind is Foreign:
         return _foreign(value)  # type: ignore[arg-type]  # mypy does not narrow by `type(...) is`
-    if (taker := _TAKERS.get(kind)) is not None:
+    if (taker := _TAKERS.get(kind) or _imported_taker(kind)) is not None:
         return taker(value)
     if isinstance(value, np.dtype):
-        return _take_dtype(value)
+        return take_dtype(value)
     if isinstance(value, Enum):
         return Parts("enum", value.value, f"{kind.__module__}.{kind.__qualname__}")
     if _is_namedtuple(value):
@@ -205,52 +189,6 @@ def _vars(value: Any) -> dict[str, Any]:
     return found
 
 
-def _take_dtype(value: np.dtype[Any]) -> Parts:
-    if not _DTYPE.fullmatch(value.str) or np.dtype(value.str) != value or value.metadata:
-        raise UnsupportedStateError(f"numpy.dtype {value!s:.80} cannot be stored: store its str() or descr")
-    return Parts("np.dtype", value.str)
-
-
-def _take_array(value: Any) -> Parts | None:
-    """Take an array or scalar apart that the format's element types do not have: text, bytes, times."""
-    code = value.dtype.kind
-    if code in "Mm":
-        kind = "np.datetime64" if code == "M" else "np.timedelta64"
-        unit, count = np.datetime_data(value.dtype)
-        name = "" if unit == "generic" else unit if count == 1 else f"{count}{unit}"
-        numbers = np.asarray(value).astype(value.dtype.newbyteorder("<"), copy=False).view("<i8")
-        return Parts(kind, numbers if isinstance(value, np.ndarray) else int(numbers), name)
-    if code not in "US":
-        return None
-    kind, wide = ("np.str", 4) if code == "U" else ("np.bytes", 1)
-    if not isinstance(value, np.ndarray):
-        return Parts(kind, value.item())
-    letters = np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"), copy=False)).reshape(value.shape)
-    length = value.dtype.itemsize // wide
-    if not length:
-        return Parts(kind, np.empty((*value.shape, 0), f"<u{wide}"))
-    flat = letters.reshape(-1).view(f"<u{wide}")
-    return Parts(kind, flat.reshape((*value.shape, length)))
-
-
-def _take_generator(value: np.random.Generator) -> Parts:
-    # What a SeedSequence would spawn next is not part of it.
-    return Parts("np.generator", _bits(value.bit_generator.state))
-
-
-def _take_random_state(value: np.random.RandomState) -> Parts:
-    return Parts("np.random_state", _bits(value.get_state(legacy=False)))
-
-
-def _bits(state: Any) -> dict[str, Any]:
-    try:
-        _check_bits(state)
-    except FormatError:
-        what = f"a random generator with the bit generator {state.get('bit_generator')!r:.80}"
-        raise UnsupportedStateError(f"{what}: store its .bit_generator.state, or get_state()") from None
-    return dict(state)
-
-
 _TAKERS: Final[dict[type, Callable[[Any], Parts | None]]] = {
     defaultdict: _take_defaultdict,
     deque: lambda value: Parts("deque", list(value), "" if value.maxlen is None else str(value.maxlen)),
@@ -259,81 +197,81 @@ _TAKERS: Final[dict[type, Callable[[Any], Parts | None]]] = {
     datetime.date: lambda value: Parts("date", value.isoformat()),
     datetime.timedelta: _take_delta,
     datetime.timezone: _take_timezone,
-    zoneinfo.ZoneInfo: _take_zone,
     argparse.Namespace: lambda value: Parts("namespace", _vars(value)),
     types.SimpleNamespace: lambda value: Parts("simple_namespace", _vars(value)),
     range: lambda value: Parts("range", [value.start, value.stop, value.step]),
     slice: lambda value: Parts("slice", [value.start, value.stop, value.step]),
-    decimal.Decimal: lambda value: Parts("decimal", str(value)),
-    fractions.Fraction: lambda value: Parts("fraction", [value.numerator, value.denominator]),
     uuid.UUID: lambda value: Parts("uuid", str(value)),
     **{one: lambda value: Parts("path", str(value), type(value).__name__) for one in _PATHS.values()},
-    np.random.Generator: _take_generator,
-    np.random.RandomState: _take_random_state,
-    np.ndarray: _take_array,
-    np.str_: _take_array,
-    np.bytes_: _take_array,
-    np.datetime64: _take_array,
-    np.timedelta64: _take_array,
+    **TAKERS,
 }
+_IMPORTED_TAKERS: Final[Mapping[tuple[str, str], Callable[[Any], Parts | None]]] = types.MappingProxyType(
+    {
+        ("decimal", "Decimal"): lambda value: Parts("decimal", str(value)),
+        ("fractions", "Fraction"): lambda value: Parts("fraction", [value.numerator, value.denominator]),
+        ("zoneinfo", "ZoneInfo"): _take_zone,
+        ("numpy.random", "Generator"): take_generator,
+        ("numpy.random", "RandomState"): take_random_state,
+    }
+)
+"""By module and class. A state has such an object only if its module is imported: the first save need not do that."""
+
+
+def _imported_taker(kind: type) -> Callable[[Any], Parts | None] | None:
+    for (module, name), taker in _IMPORTED_TAKERS.items():
+        if getattr(sys.modules.get(module), name, None) is kind:
+            return taker
+    return None
 
 
 # Making
 
 
-def _need(right: bool) -> None:
-    if not right:
-        raise FormatError("its parts are of another form")
-
-
-def _text(value: Any) -> str:
-    _need(type(value) is str)
-    return str(value)
-
-
 def _numbers(value: Any, count: int) -> list[int]:
-    _need(type(value) is list and len(value) == count and all(type(one) is int for one in value))
+    need(type(value) is list and len(value) == count and all(type(one) is int for one in value))
     return list(value)
 
 
 def _same(made: Any, value: Any, text: str) -> Any:
     """Return what was made if it has this text: nothing has two texts."""
-    _need(value == text)
+    need(value == text)
     return made
 
 
 def _make_deque(value: Any, name: str) -> deque[Any]:
-    _need(type(value) is list and (not name or bool(_LENGTH.fullmatch(name))))
+    need(type(value) is list and (not name or bool(_LENGTH.fullmatch(name))))
     longest = int(name) if name else None
-    _need(longest is None or len(value) <= longest <= sys.maxsize)
+    need(longest is None or len(value) <= longest <= sys.maxsize)
     return deque(value, longest)
 
 
 def _make_defaultdict(value: Any, name: str) -> defaultdict[Any, Any]:
-    _need(type(value) is dict and (not name or name in _FACTORIES))
+    need(type(value) is dict and (not name or name in _FACTORIES))
     return defaultdict(_FACTORIES[name] if name else None, value)
 
 
 def _make_delta(value: Any, _name: str) -> datetime.timedelta:
     parts = _numbers(value, 3)
-    _need(0 <= parts[1] < 86400 and 0 <= parts[2] < 1_000_000 and abs(parts[0]) < 10**9)
+    need(0 <= parts[1] < 86400 and 0 <= parts[2] < 1_000_000 and abs(parts[0]) < 10**9)
     return datetime.timedelta(*parts)
 
 
 def _make_timezone(value: Any, _name: str) -> datetime.timezone:
-    _need(type(value) is list and len(value) in (3, 4))
+    need(type(value) is list and len(value) in (3, 4))
     offset = _make_delta(value[:3], "")
-    _need(-_DAY < offset < _DAY)
+    need(-_DAY < offset < _DAY)
     if len(value) == 3:
         return datetime.timezone(offset)
     plain = datetime.timezone(offset).tzname(None)
-    _need(_text(value[3]) != plain)
+    need(text_of(value[3]) != plain)
     return datetime.timezone(offset, value[3])
 
 
 def _make_zone(value: Any, _name: str) -> Any:
+    import zoneinfo
+
     # Prevents: a key that leaves the folder of the time zone database. Within it `ZoneInfo` reads a file of data.
-    _need(bool(_KEY.fullmatch(_text(value))))
+    need(bool(_KEY.fullmatch(text_of(value))))
     try:
         return zoneinfo.ZoneInfo(value)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
@@ -342,63 +280,66 @@ def _make_zone(value: Any, _name: str) -> Any:
 
 def _make_moment(known: Any, value: Any) -> Any:
     text, zone, fold = value if type(value) is list and len(value) == 3 else (value, None, 0)
-    made = known.fromisoformat(_text(text))
-    _need(made.tzinfo is None and made.isoformat() == text and type(fold) is int and fold in (0, 1))
-    _need(type(value) is str or zone is not None or fold == 1)
+    made = known.fromisoformat(text_of(text))
+    need(made.tzinfo is None and made.isoformat() == text and type(fold) is int and fold in (0, 1))
+    need(type(value) is str or zone is not None or fold == 1)
     if isinstance(zone, Foreign):  # a time zone that this machine does not have
         return Foreign("", value, known.__name__)
-    _need(zone is None or isinstance(zone, datetime.timezone | zoneinfo.ZoneInfo))
+    need(zone is None or isinstance(zone, datetime.timezone) or _is_zone(zone))
     return made.replace(tzinfo=zone, fold=fold)
 
 
+def _is_zone(value: object) -> bool:
+    import zoneinfo
+
+    return isinstance(value, zoneinfo.ZoneInfo)
+
+
 def _make_date(value: Any, _name: str) -> datetime.date:
-    made = datetime.date.fromisoformat(_text(value))
-    _need(made.isoformat() == value)
+    made = datetime.date.fromisoformat(text_of(value))
+    need(made.isoformat() == value)
     return made
 
 
 def _make_vars(known: Any, value: Any) -> Any:
-    _need(type(value) is dict and all(type(one) is str for one in value))
+    need(type(value) is dict and all(type(one) is str for one in value))
     made = known()
     vars(made).update(value)
     return made
 
 
 def _make_slice(value: Any, _name: str) -> slice:
-    _need(type(value) is list and len(value) == 3)
+    need(type(value) is list and len(value) == 3)
     return slice(*value)
 
 
 def _make_fraction(value: Any, _name: str) -> fractions.Fraction:
+    import fractions
+
     parts = _numbers(value, 2)
-    _need(parts[1] > 0)
+    need(parts[1] > 0)
     made = fractions.Fraction(*parts)
-    _need([made.numerator, made.denominator] == parts)
+    need([made.numerator, made.denominator] == parts)
     return made
 
 
 def _make_decimal(value: Any, _name: str) -> decimal.Decimal:
-    made = decimal.Decimal(_text(value))
+    import decimal
+
+    made = decimal.Decimal(text_of(value))
     return decimal.Decimal(_same(made, value, str(made)))
 
 
 def _make_uuid(value: Any, _name: str) -> uuid.UUID:
-    made = uuid.UUID(_text(value))
-    _need(str(made) == value)
+    made = uuid.UUID(text_of(value))
+    need(str(made) == value)
     return made
 
 
 def _make_path(value: Any, name: str) -> pathlib.PurePath:
-    _need(name in _PATHS and "\0" not in _text(value))
+    need(name in _PATHS and "\0" not in text_of(value))
     made: pathlib.PurePath = _PATHS[name](value)
-    _need(str(made) == value)
-    return made
-
-
-def _make_dtype(value: Any, _name: str) -> np.dtype[Any]:
-    _need(bool(_DTYPE.fullmatch(_text(value))))
-    made: np.dtype[Any] = np.dtype(value)
-    _need(made.str == value)
+    need(str(made) == value)
     return made
 
 
@@ -421,7 +362,7 @@ _PLAIN: Final[Mapping[str, Callable[[Any, str], Any]]] = types.MappingProxyType(
         "fraction": _make_fraction,
         "uuid": _make_uuid,
         "path": _make_path,
-        "np.dtype": _make_dtype,
+        "np.dtype": make_dtype,
     }
 )
 """Kinds that are made without looking at tensors. Those of torch are in `frameworks.torch_objects`."""
@@ -429,112 +370,6 @@ _NAMED: Final = ("deque", "defaultdict", "namedtuple", "path")
 _FOREIGN: Final = (REGISTERED, "dataclass", "enum")
 WHOLE: Final = frozenset(_PLAIN) - {"defaultdict", "namedtuple", "namespace", "simple_namespace"}
 """Kinds that people read as one value, not member by member."""
-
-
-def _array(value: Any, dtype: str, dimensions: int) -> Any:
-    """Return a numpy array of the parts; a torch tensor is none."""
-    _need(isinstance(value, np.ndarray) and value.dtype == np.dtype(dtype) and value.ndim >= dimensions)
-    return value
-
-
-def _make_letters(value: Any, code: str) -> Any:
-    if isinstance(value, str if code == "U" else bytes):
-        return np.str_(value) if code == "U" else np.bytes_(value)
-    wide = 4 if code == "U" else 1
-    letters = np.ascontiguousarray(_array(value, f"<u{wide}", 1))
-    # Prevents: a character that no text has, on which numpy fails when it is read.
-    _need(code == "S" or not letters.size or int(letters.max()) <= sys.maxunicode)
-    length = value.shape[-1]
-    _need(length < 2**28)
-    return np.ndarray(value.shape[:-1], np.dtype(f"<{code}{length}" if code == "U" else f"S{length}"), letters.data)
-
-
-def _make_times(value: Any, name: str, code: str) -> Any:
-    _need(not name or bool(_UNIT.fullmatch(name)))
-    dtype: np.dtype[Any] = np.dtype(f"<{code}8[{name}]" if name else f"<{code}8")
-    unit, count = np.datetime_data(dtype)
-    _need(not name or name == (f"{count}{unit}" if count > 1 else unit))
-    if type(value) is int:
-        _need(-(2**63) <= value < 2**63)
-        made = np.array([value], "<i8").view(dtype)
-    else:
-        made = _array(value, "<i8", 0).view(dtype)
-    # Prevents: a time without unit, which numpy has but neither prints nor compares.
-    _need(code == "m" or bool(name) or bool(np.isnat(made).all()))
-    return made[0] if type(value) is int else made
-
-
-def _check_bits(state: Any) -> None:
-    """Raise `FormatError` if numpy must not see this state of a generator.
-
-    Prevents: a position beyond the table, at which numpy reads memory that is not the generator's.
-    """
-    _need(type(state) is dict and type(state.get("bit_generator")) is str and type(state.get("state")) is dict)
-    inner, more, name = state["state"], list(state)[2:], state["bit_generator"]
-    _need(list(state)[:2] == ["bit_generator", "state"])
-    if name == "MT19937":
-        _need(list(inner) == ["key", "pos"] and more in ([], ["has_gauss", "gauss"]))
-        _words(inner["key"], "<u4", 624)
-        _below(inner["pos"], 625)
-        if more:
-            _below(state["has_gauss"], 2)
-            _need(type(state["gauss"]) is float)
-        return
-    if name == "Philox":
-        _need(list(inner) == ["counter", "key"] and more == ["buffer", "buffer_pos", "has_uint32", "uinteger"])
-        for words, count in ((inner["counter"], 4), (inner["key"], 2), (state["buffer"], 4)):
-            _words(words, "<u8", count)
-        _below(state["buffer_pos"], 5)
-    elif name == "SFC64":
-        _need(list(inner) == ["state"] and more == ["has_uint32", "uinteger"])
-        _words(inner["state"], "<u8", 4)
-    else:
-        _need(name in ("PCG64", "PCG64DXSM") and list(inner) == ["state", "inc"] and more == ["has_uint32", "uinteger"])
-        _below(inner["state"], 2**128)
-        _below(inner["inc"], 2**128)
-    _below(state["has_uint32"], 2)
-    _below(state["uinteger"], 2**32)
-
-
-def _below(number: Any, end: int) -> None:
-    _need(type(number) is int and 0 <= number < end)
-
-
-def _words(words: Any, dtype: str, count: int) -> None:
-    _need(isinstance(words, np.ndarray) and words.dtype == np.dtype(dtype) and words.shape == (count,))
-
-
-def _make_bits(value: Any) -> Any:
-    _check_bits(value)
-    made = _BIT_GENERATORS[value["bit_generator"]](0)
-    made.state = value
-    return made
-
-
-def _make_generator(value: Any, _name: str) -> np.random.Generator:
-    _need(type(value) is dict and "gauss" not in value)
-    return np.random.Generator(_make_bits(value))
-
-
-def _make_random_state(value: Any, _name: str) -> np.random.RandomState:
-    _check_bits(value)
-    _need("gauss" in value)
-    made = np.random.RandomState(np.random.MT19937(0))
-    made.set_state(value)
-    return made
-
-
-NUMPY: Final[Mapping[str, Callable[[Any, str], Any]]] = types.MappingProxyType(
-    {
-        "np.str": lambda value, _: _make_letters(value, "U"),
-        "np.bytes": lambda value, _: _make_letters(value, "S"),
-        "np.datetime64": lambda value, name: _make_times(value, name, "M"),
-        "np.timedelta64": lambda value, name: _make_times(value, name, "m"),
-        "np.generator": _make_generator,
-        "np.random_state": _make_random_state,
-    }
-)
-"""Kinds that are made of arrays, and so only where arrays are loaded."""
 
 
 def check(kind: str, value: Any, name: str) -> Any:

@@ -15,7 +15,8 @@ from ckptstore.errors import FormatError
 from ckptstore.formats.sources import Origin
 from ckptstore.formats.states import values
 from ckptstore.formats.states.names import place_names
-from ckptstore.formats.states.state_objects import KIND, Make, check
+from ckptstore.formats.states.object_parts import KIND, Make
+from ckptstore.formats.states.state_objects import check
 
 __all__ = [
     "MAX_DEPTH",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import decimal
 import os
 import random
 import re
@@ -24,6 +23,8 @@ _HANDLES: Final = ("_io", "io", "_thread", "threading", "multiprocessing.synchro
 
 def advice(value: object) -> str:
     """Return a clause for an error message that says what to do about `value`. Never runs code of `value`'s class."""
+    import decimal
+
     kind = type(value)
     if callable(getattr(kind, "state_dict", None)):
         return "store its state_dict()"

@@ -90,6 +90,12 @@ def test_labels_of_a_checkpoint_arrive(tmp_path: Path) -> None:
             writer.untag("first")
         with pytest.raises(UsageError, match="tag name"):
             writer.save_async(begun(), 6, tags="no tag")
+        with pytest.raises(UsageError, match="metadata: a function; an agent commits in another process"):
+            writer.save_async(begun(), 6, metadata=dict)
+        layers = writer.begin(begun(), 6, {})
+        with pytest.raises(UsageError, match="metadata: a function"):
+            layers.finish(metadata=dict)
+        writer.save(begun(), 6)
 
 
 @pytest.mark.usefixtures("warm_agents")

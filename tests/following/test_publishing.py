@@ -657,7 +657,7 @@ def test_a_medium_that_fails_leaves_the_former_version(
 
         for failing in ("publish.claimed", "publish.before-header", "publish.written", "publish.complete"):
             with monkeypatch.context() as patch:
-                for module in ("publisher", "version_writer"):
+                for module in ("publisher", "publish_target", "version_writer"):
                     patch.setattr(f"ckptstore.following.{module}.crash_point", fail)
                 with pytest.raises(StorageError):
                     published.look()
@@ -665,7 +665,7 @@ def test_a_medium_that_fails_leaves_the_former_version(
             assert sorted(one.name for one in root.iterdir()) == ["latest.json", "weight_v000001"], failing
         failing = "publish.pointed"  # it is unknown whether the pointer is durable
         with monkeypatch.context() as patch:
-            patch.setattr("ckptstore.following.publisher.crash_point", fail)
+            patch.setattr("ckptstore.following.publish_target.crash_point", fail)
             with pytest.raises(StorageError):
                 published.look()
         assert published.look() is None  # the pointer names it

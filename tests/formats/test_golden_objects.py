@@ -12,8 +12,9 @@ import pytest
 import ckptstore
 from ckptstore.errors import FormatError
 from ckptstore.formats import dtypes
+from ckptstore.formats.states.numpy_objects import NUMPY
 from ckptstore.formats.states.state import flatten, unflatten
-from ckptstore.formats.states.state_objects import NUMPY, loader
+from ckptstore.formats.states.state_objects import loader
 from tools.golden import make_objects
 
 EXPECTED = json.loads((Path(ckptstore.formats.__file__).parent / "golden" / "objects-1.json").read_text())

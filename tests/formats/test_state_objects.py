@@ -28,9 +28,10 @@ from ckptstore.errors import CkptError, FormatError, UnsupportedStateError, Usag
 from ckptstore.formats import jsontext
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.states import rank_trees
+from ckptstore.formats.states.numpy_objects import NUMPY
 from ckptstore.formats.states.registered_types import forget
 from ckptstore.formats.states.state import MAX_DEPTH, flatten, places, select, unflatten
-from ckptstore.formats.states.state_objects import NUMPY, loader
+from ckptstore.formats.states.state_objects import loader
 from tests.forms import short_or
 
 

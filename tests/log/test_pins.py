@@ -6,6 +6,7 @@ import errno
 import sys
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from types import FrameType
 
@@ -20,6 +21,7 @@ from ckptstore.errors import CheckpointNotFoundError, StorageError
 from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.history.record_text import decode_pin
 from ckptstore.formats.history.records import CheckpointId, CommitRecord, pin_key
+from ckptstore.log import partial_objects
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import Pin, PinWatch, UnpinnedWarning, claim
 from ckptstore.log.term import Term, open_term, read
@@ -280,6 +282,30 @@ class TestWatch:
             assert watch.survey().unreadable == (pin.key,)
             now[0] = 60
             assert watch.survey().dead == (pin.key,)
+
+    def test_a_torn_pin_is_waited_for_once_and_a_whole_one_never(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of a reader that was killed as it wrote it: every survey of a collector would wait for it."""
+        monkeypatch.setattr(partial_objects, "STILL", 0.02)
+        world, torn, looks = World(), pin_key("0" * 32), Counter[str]()
+
+        class Counted(FaultyBackend):
+            def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
+                looks[key] += 1
+                return super().get(key, limit)
+
+        with Pin(world, [A], refresh_every=3600) as pin:
+            world.replace(torn, world.get(pin.key)[:20])
+            watch = PinWatch(Counted(world, lambda _operation, _key: "ok"))
+            assert watch.survey().unreadable == (torn,)
+            assert looks[torn] > 2
+            assert looks[pin.key] == 1
+            looks.clear()
+            assert watch.survey().unreadable == (torn,)
+            assert looks == {torn: 1, pin.key: 1}
+            world.replace(torn, world.get(pin.key)[:30])  # it is written after all
+            looks.clear()
+            watch.survey()
+            assert looks[torn] > 2
 
     def test_a_pin_released_while_the_pins_are_read_claims_nothing(self) -> None:
         world = World()

@@ -32,12 +32,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ckptstore
 from ckptstore import DeterminismWarning
 from ckptstore.agent import AgentWriter
-from ckptstore.errors import StateMismatchError, UsageError
+from ckptstore.errors import StateMismatchError, UnsupportedStateError, UsageError
 from ckptstore.host.caller_warnings import UnexplainedStepWarning
 from ckptstore.training import Checkpointer, TopKHook, UnsavedStepWarning
 from tests import warmth
 from tests.forms import LONG, short_or
 from tests.warm_agents import start_warm
+from tools.device import simulated, why_not
 
 STRATEGIES = ("full", "delta", "gradient")
 
@@ -82,11 +83,12 @@ class Script:
     """A training script. `cut`: how it is sharded; `alike`: all ranks have the same data, and no random numbers are
     drawn."""
 
-    def __init__(self, cut: bool = True, alike: bool = False, **how: Any) -> None:
+    def __init__(self, cut: bool = True, alike: bool = False, hook: TopKHook | None = None, **how: Any) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.manual_seed(0)
         self.model = Net(0.0 if alike else 0.1, buffers="mp_policy" not in how)
         self.alike = alike
+        self.hook = hook
         if cut:
             for one in (self.model.hidden, self.model):
                 fully_shard(one, **how)
@@ -102,6 +104,8 @@ class Script:
         shift = 0 if self.alike else random.randrange(13) + int(np.random.randint(13))
         loss = nn.functional.cross_entropy(self.model((tokens + shift + step) % 13), tokens)
         loss.backward()
+        if self.hook is not None:
+            self.hook.compress(self.model.parameters())
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.scheduler.step()
@@ -112,6 +116,7 @@ class Script:
         """Resume from the store and train -> the losses."""
         losses = []
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        parts |= {"compressor": self.hook}
         with Checkpointer(store, **parts, **({"rank_timeout": 60.0} | options)) as checkpointer:
             for step in range(checkpointer.resume(), until):
                 losses.append(self.one(step))
@@ -153,6 +158,36 @@ def resumed(folder: Path) -> None:
         assert found == losses, strategy
         same(again.everything(), expected, strategy)
     torch.save(expected, folder / f"resumed-{dist.get_rank()}.pt")
+
+
+def compressed(folder: Path) -> None:
+    """Each rank takes the largest entries of its shards. What it keeps is sharded, and restored with the rest."""
+    for scope in ("tensor", "bucket"):
+        hooks = [TopKHook(0.1, scope=scope, momentum=0.5) for _ in range(3)]
+        script = Script(hook=hooks[0])
+        losses = script.run(folder / f"compressed-{scope}", 5, strategy="gradient")
+        found = []
+        for hook, until in zip(hooks[1:], (3, 5), strict=True):
+            again = Script(hook=hook)
+            found += again.run(folder / f"compressed-parts-{scope}", until, strategy="gradient")
+        assert found == losses, scope
+        same(again.everything(), script.everything(), scope)
+        kept = whole(hooks[0].state_dict())
+        same(whole(hooks[2].state_dict()), kept, scope)
+        loaded = ckptstore.open(folder / f"compressed-{scope}").load(5)["compressor"]
+        same(loaded, kept, f"{scope}: stored")
+        hidden = kept["residuals"]["model.hidden.weight"]
+        assert hidden.shape == (37, 16)
+        assert 0 < int((hidden == 0).sum()) < hidden.numel() // 4, "a tenth was sent, and nothing else"
+        plain = Script(cut=False)  # as in a process that shards nothing
+        alone = TopKHook(0.1, scope=scope, momentum=0.5)
+        alone.named((f"model.{name}", one) for name, one in plain.model.named_parameters())
+        alone.load_state_dict(loaded)
+        same(alone.state_dict(), kept, f"{scope}: whole")
+        one: Any = script.model.hidden.weight
+        one.grad = DTensor.from_local(torch.ones(one.shape), one.device_mesh, [Partial()])
+        with pytest.raises(UnsupportedStateError, match="a gradient is placed as"):
+            hooks[0].compress([one])
 
 
 def precise(folder: Path) -> None:
@@ -386,8 +421,6 @@ def refused(folder: Path) -> None:
     script = Script()
     with pytest.raises(UsageError, match="group=None"):
         Checkpointer(folder / "refused", model=script.model, group=None).resume()
-    with pytest.raises(UsageError, match="compressor"):
-        Checkpointer(folder / "refused", model=script.model, compressor=TopKHook(density=0.1))
     with pytest.raises(UsageError, match=r"only='trainable'.*shards"):
         Checkpointer(folder / "refused", model=script.model, only="trainable")
 
@@ -498,6 +531,136 @@ def replicated_by_agents(place: Path, kind: str) -> None:
             again.train(step)
             checkpointer.step()
             same(again.state(), states[step], f"{kind}, step {step} of the resumed run")
+
+
+class OnDevice:
+    """This rank's shards of parameters on a simulated device. Without collectives: both ranks draw the same gradients,
+    and keep their rows."""
+
+    SHAPES = ((131, 97), (131,), (97, 131), (96, 96))
+    """Rows that two ranks do not divide, a parameter that is too small for an agent, even rows."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+        self.model = nn.Module()
+        for number, shape in enumerate(self.SHAPES):
+            chance = torch.Generator().manual_seed(number)
+            one = nn.Parameter(self.shard(0.1 * torch.randn(shape, generator=chance)))
+            self.model.register_parameter(f"w{number}", one)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def shard(self, whole: torch.Tensor) -> DTensor:
+        part = whole.chunk(dist.get_world_size())[dist.get_rank()].clone().cuda()
+        how: dict[str, Any] = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(part, self.mesh, [Shard(0)], **how)
+
+    def update(self, step: int, hook: TopKHook | None = None) -> None:
+        for number, one in enumerate(self.model.parameters()):
+            chance = torch.Generator().manual_seed(100 * step + number)
+            one.grad = self.shard(torch.randn(one.shape, generator=chance))
+        if hook is not None:
+            hook.compress(self.model.parameters())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self, hook: TopKHook | None = None) -> dict[str, Any]:
+        """A copy, of which the tensors are this rank's parts."""
+        found = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        found |= {} if hook is None else {"compressor": hook.state_dict()}
+        with torch.no_grad():
+            return dict(parts(found, lambda one: one.detach().to_local().clone()))
+
+
+def parts(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same state with its DTensors changed, and copies of other tensors."""
+    if isinstance(value, dict):
+        return {key: parts(member, change) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(parts(member, change) for member in value)
+    if isinstance(value, DTensor):
+        return change(value)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def mine(whole: Any, part: Any, where: str) -> None:
+    """Assert that a state of whole tensors has this rank's parts: those whose shape differs are cut by rows."""
+    if isinstance(part, dict):
+        assert whole.keys() == part.keys(), where
+        for key in part:
+            mine(whole[key], part[key], f"{where}[{key!r}]")
+    elif isinstance(part, list | tuple):
+        for number, member in enumerate(part):
+            mine(whole[number], member, f"{where}[{number}]")
+    elif isinstance(part, torch.Tensor) and part.dim() and whole.shape != part.shape:
+        same(whole.chunk(dist.get_world_size())[dist.get_rank()], part.cpu(), where)
+    else:
+        same(whole, part.cpu() if isinstance(part, torch.Tensor) else part, where)
+
+
+def on_device(folder: Path) -> None:
+    """Shards on a simulated device: what an agent computes, and sparse gradients."""
+    if why_not() is not None:
+        return
+    os.environ["CKPTSTORE_RUNTIME_DIR"] = str(folder / "runtime")
+    if not LONG:
+        warmth.borrow()
+        start_warm(pytest.MonkeyPatch())
+    ways: dict[str, tuple[dict[str, Any], TopKHook | None]] = {
+        "replica": ({"strategy": "replica", "agent": True, "linger_seconds": 0}, None),
+        "sparse": (
+            {"strategy": "replica", "agent": True, "linger_seconds": 0},
+            TopKHook(0.01, scope="bucket", exact=False),
+        ),
+        "exact": ({"strategy": "gradient"}, TopKHook(0.01, momentum=0.5)),
+    }
+    for way, (options, hook) in ways.items():
+        with simulated(dist.get_rank()) as machine, warnings.catch_warnings():
+            warnings.simplefilter("error", UnexplainedStepWarning)
+            warnings.simplefilter("error", UnsavedStepWarning)
+            trained_on_device(folder / f"device-{way}", machine, options, hook)
+
+
+def trained_on_device(place: Path, machine: Any, options: dict[str, Any], hook: TopKHook | None) -> None:
+    script = OnDevice(init_device_mesh("cuda", (dist.get_world_size(),)))
+    whole_bytes = 3 * sum(one.to_local().nbytes for one in script.model.parameters())  # type: ignore[attr-defined]
+    states: dict[int, Any] = {}
+    crossed: dict[int, int] = {}
+    how = {"compressor": hook, "rank_timeout": 60.0} | options
+    with Checkpointer(place, model=script.model, optimizer=script.optimizer, **how) as checkpointer:
+        checkpointer.resume()
+        for step in range(1, 7):
+            machine.counts.to_host = 0
+            script.update(step, hook)
+            pending = checkpointer.step()
+            assert pending is not None
+            pending.result()
+            crossed[step] = machine.counts.to_host
+            states[step] = script.state(hook)
+    assert not machine.hazards, machine.hazards
+    dist.barrier()
+    store = ckptstore.open(place)
+    assert [one.step for one in store.checkpoints()] == list(states)
+    for step, state in states.items():
+        loaded = store.load(step)
+        mine({part: loaded[part] for part in state}, state, f"{place.name}, step {step}")
+    if "sparse" in place.name:
+        assert crossed[6] < 0.05 * whole_bytes, "entries, digests, and parameters that are too small"
+    again = OnDevice(script.mesh)
+    if hook is not None:
+        hook = TopKHook(hook.density, scope=hook.scope, momentum=hook.momentum, exact=hook.exact)
+    how["compressor"] = hook
+    with (
+        Checkpointer(place, model=again.model, optimizer=again.optimizer, **how) as checkpointer,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", DeterminismWarning)  # without residuals
+        assert checkpointer.resume("4@1") == 4
+        same(again.state(hook), states[4], f"{place.name}: resumed")
+        if hook is None or hook.exact:
+            for step in (5, 6):
+                again.update(step, hook)
+                checkpointer.step()
+                same(again.state(hook), states[step], f"{place.name}, step {step} of the resumed run")
 
 
 def other_ranks(folder: Path) -> None:
@@ -622,6 +785,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
     one.__name__: one
     for one in (
         resumed,
+        compressed,
         precise,
         replicated,
         mostly_frozen,
@@ -632,6 +796,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
         chosen,
         refused,
         replica,
+        on_device,
         changed,
         other_ranks,
         signalled,

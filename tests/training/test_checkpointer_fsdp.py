@@ -48,7 +48,7 @@ def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, .
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     folder = tmp_path_factory.mktemp("fsdp")
-    cut = ("resumed", "precise", "replicated", "mostly_frozen", "offloaded", "tensor_parallel")
+    cut = ("resumed", "compressed", "precise", "replicated", "mostly_frozen", "offloaded", "tensor_parallel")
     run(warm, folder, 2, *cut, "back", "as_one", "chosen", "refused", "changed", "signalled")
     for size in (0, 1, 4):
         shutil.copytree(folder / "parts-gradient", folder / f"parts-gradient-{size}")
@@ -66,7 +66,7 @@ def test_steps_of_a_sharded_model_are_steps(job: Path) -> None:
 
 
 def test_an_agent_of_each_rank_repeats_the_steps_of_its_shards(tmp_path: Path, warm: Warm) -> None:
-    run(warm, tmp_path, 2, "replica")
+    run(warm, tmp_path, 2, "replica", "on_device")
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=long_only)])

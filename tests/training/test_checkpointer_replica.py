@@ -32,7 +32,6 @@ from tests.agent.lives import kill  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.inside import copied_during_backward, hooks_of  # noqa: E402
-from tests.training.test_checkpointer_agent import killed  # noqa: E402
 from tests.training.unknown_optimizer import UnknownOptimizer  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
 from tools.kills import shim_kills  # noqa: E402
@@ -167,7 +166,7 @@ def test_a_run_whose_trainer_is_killed_continues_bit_for_bit(
     assert done.returncode == -signal.SIGKILL, done.stderr
     told = dict(line.split() for line in done.stdout.splitlines())
     if victims == "both":
-        killed(int(told["agent"]))
+        kill(int(told["agent"]))
     script = Script(tmp_path / "run")
     with script.checkpointer:
         start = script.checkpointer.resume()
@@ -208,7 +207,7 @@ def test_steps_that_are_not_due_are_in_memory_and_an_agent_that_dies_is_replaced
             given = [script.train(step) for step in range(5)]
             assert [one is not None for one in given] == [True, False, True, False, False]  # the first is whole
             assert given[2].result().step == 3
-            killed(script.checkpointer.agent_pid)
+            kill(script.checkpointer.agent_pid)
             for step in range(5, 8):
                 script.train(step)
     assert AgentRestartWarning in {one.category for one in caught}
@@ -246,6 +245,53 @@ def test_going_back_begins_with_a_whole_state(tmp_path: Path, wholes: list[int])
     assert wholes == [1, 3]
     assert script.digest() == uninterrupted(5)
     assert ckptstore.open(tmp_path / "run").checkpoints()[-1].ref == "5@2"
+
+
+def test_a_step_whose_gradients_could_not_be_taken_is_handed_over_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wholes: list[int]
+) -> None:
+    """An error in a hook must not end training. Without the gradients the agent would compute another state."""
+    area, failing = ReplicaClient.area, [True]
+
+    def broken(self: ReplicaClient, *, wait: bool) -> Any:
+        if step == 2 and failing:
+            failing.clear()
+            raise RuntimeError("nothing to be had")
+        return area(self, wait=wait)
+
+    monkeypatch.setattr(ReplicaClient, "area", broken)
+    script = Script(tmp_path / "run")
+    with script.checkpointer, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        script.checkpointer.resume()
+        for step in range(4):
+            script.train(step)
+            script.checkpointer.wait()
+    assert ["RuntimeError: nothing to be had: such a step is handed over" in str(one.message) for one in caught] == [
+        True
+    ]
+    assert wholes == [1, 3]
+    assert [info.step for info in ckptstore.open(tmp_path / "run").checkpoints()] == [1, 2, 3, 4]
+    assert script.digest() == uninterrupted(4)
+
+
+def test_a_first_step_that_could_not_be_handed_over_is_saved_by_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no replica yet that could have ended with the step."""
+
+    def full(*_: Any, **_named: Any) -> Any:
+        raise MemoryError("no room")
+
+    script = Script(tmp_path / "run")
+    with script.checkpointer:
+        script.checkpointer.resume()
+        with monkeypatch.context() as patch:
+            patch.setattr(AgentWriter, "save_async", full)
+            with pytest.raises(MemoryError):
+                script.train(0)
+        script.checkpointer.wait()
+        assert ckptstore.open(tmp_path / "run").latest_step() == 1
 
 
 class Lookahead(torch.optim.SGD):

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from ckptstore.frameworks.torch_optimizers import settings_of  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook, UnsavedStepWarning  # noqa: E402
 from ckptstore.training.replica import arithmetic_probe  # noqa: E402
-from ckptstore.training.replica.replicable_state import check_replicable  # noqa: E402
 from tests.forms import in_turn, short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.inside import without_torchs_kernels  # noqa: E402
@@ -309,13 +307,6 @@ def test_a_step_that_a_scaler_skips(tmp_path: Path, wholes: list[int]) -> None:
         wanted = {step: on_host(state) for step, state in wanted.items()}
     assert check(tmp_path / "run", wanted) == [1, 2, 3, 4, 5]
     assert wholes == [1]
-
-
-def test_shards_on_a_device_are_refused() -> None:
-    with simulated(0):
-        captured: Any = SimpleNamespace(optimizers=[Script().optimizer], sharding="S(0) of (2,)", scaled=False)
-        with pytest.raises(UsageError, match=r"DTensors \(FSDP2\) on cuda:0"):
-            check_replicable(captured)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from ckptstore.write.saves import in_flight
 from tests import warmth
 from tests.forms import long_only, short_or
 from tests.waiting import once_it_waits
+from tests.write import late_job
 from tests.write.rank_threads import as_ranks
 from tools.objects.server import free_port
 
@@ -230,3 +231,43 @@ def given(folder: Path, rank: int) -> int:
     place = folder / f"given-{rank}"
     lines = place.read_text().split() if place.exists() else []
     return int(lines[-1]) if lines else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_dies_between_its_write_and_the_commit(tmp_path: Path, dead: int) -> None:
+    """Rank 1's part is durable, so rank 0 commits without it; without rank 0 nobody commits."""
+    (tmp_path / "mail").mkdir()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.write.late_job", str(rank), str(tmp_path)], stdout=subprocess.DEVNULL
+        )
+        for rank in range(2)
+    ]
+    try:
+        end = time.monotonic() + 100
+        while not (tmp_path / "asked").exists():
+            assert time.monotonic() < end
+            assert all(rank.poll() is None for rank in ranks)
+            time.sleep(0.01)
+        ranks[dead].kill()
+        ranks[dead].wait()
+        store = ckptstore.open(tmp_path / "store")
+        assert store.latest_step() is None
+        (tmp_path / ".known").write_text('{"loss": 0.5}')
+        (tmp_path / ".known").rename(tmp_path / "known")
+        if dead == 1:
+            assert ranks[0].wait(100) == 0
+            found = store.checkpoint(1)
+            assert found.metadata == {"loss": 0.5}
+            assert set(store.load(1, framework="numpy")) == {"shared", "own-0", "own-1"}
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    with store.writer() as writer:
+        assert (writer.parent is None) == (dead == 0)
+        writer.save(late_job.state(0), 2, metadata={"loss": 0.25})
+    store.gc()
+    assert len(store.backend.list("seg/")) == len(store.view().catalog.segments)
+    assert store.verify(deep=True).ok

@@ -56,6 +56,10 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/states/tree.py": (f"{_FORMATS}state.py", "tests/tools/test_conformance_page.py"),
     "formats/states/tree_union.py": (f"{_FORMATS}rank_trees.py", f"{_FORMATS}keys.py"),
     "formats/states/keys.py": (f"{_FORMATS}keys.py",),
+    **{
+        f"formats/states/{name}.py": (f"{_FORMATS}state_objects.py", f"{_FORMATS}golden_objects.py")
+        for name in ("numpy_objects", "object_parts")
+    },
     "formats/states/values.py": (f"{_FORMATS}state.py",),
     "formats/sources.py": (f"{_FORMATS}sources.py", f"{_FORMATS}state.py"),
     "formats/states/names.py": (f"{_FORMATS}names.py", f"{_FORMATS}state.py"),
@@ -123,6 +127,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/agent/*": _some("agent/test_saving", "handover", "protocol", "place"),
     "ckptstore/doctor/*": _some("doctor"),
     "ckptstore/following/publisher.py": _some("publishing", "publish_powercut"),
+    "ckptstore/following/publish_target.py": _some("publishing", "publish_powercut"),
     "ckptstore/following/version_writer.py": _some("publishing"),
     "ckptstore/following/manifests.py": _some("publishing"),
     "ckptstore/exchange/weight_files.py": _some("weight_files", "import_files"),

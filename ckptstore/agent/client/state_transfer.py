@@ -170,6 +170,7 @@ class StateTransfer:
 
     def hold(self, flat: FlatState, step: int, labels: Labels) -> None:
         """Copy a state, and give it to the agent to keep only in memory. Raises as `AgentWriter.hold`."""
+        labels.check_known()
         agent_term = self._agent_term
         agent_term.failures.raise_unseen()
         agent = agent_term.connected()
@@ -213,6 +214,7 @@ class StateTransfer:
         """Check everything that can be refused -> the agent, the save, the flattened state."""
         agent_term = self._agent_term
         agent_term.check_open()
+        labels.check_known()
         self.settle()
         agent_term.failures.raise_unseen()
         agent = agent_term.connected()
@@ -357,6 +359,7 @@ class StateTransfer:
             save.begin(self._meter.begin(now, save.step, time.monotonic()))
             given = _Given(now.tree, save, lent)
             try:
+                labels.check_known()
                 given.copied(copies.state.arrive)
                 self._copy_changes(given, updates, now)
                 self._hand_over(given)

@@ -292,8 +292,9 @@ def read_warning(form: Any) -> tuple[type[Warning], str]:
 
 
 def labels_form(labels: Labels) -> dict[str, Any]:
-    """Metadata and tags as members of a message."""
-    return {"metadata": labels.extra.get(metadata_format.MEMBER), "tags": list(labels.tags)}
+    """Metadata and tags as members of a message. Raises `UsageError` if the metadata is late."""
+    labels.check_known()
+    return {"metadata": labels.known.get(metadata_format.MEMBER), "tags": list(labels.tags)}
 
 
 def read_labels(body: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tuple[str, ...]]:

@@ -43,6 +43,7 @@ from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store.open_store import open as open_store
 from ckptstore.write import writer_opening
 from ckptstore.write.ranks import rank_writer_factory
+from ckptstore.write.saves import ledger
 from ckptstore.write.steps.updates import Updates
 from ckptstore.write.writer import Writer
 
@@ -78,7 +79,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         *,
         replace: bool = False,
         group: Any = _WORLD,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: ledger.Metadata | None = None,
         tags: str | Sequence[str] = (),
         storage_options: Mapping[str, Any] | None = None,
         **options: Any,
@@ -92,7 +93,7 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
                 to name it. See `Writer.save`.
             group: the process group whose ranks save together, the same that ``dcp.save`` uses. None: this process
                 alone, as with ``no_dist=True``. ``world``: all ranks, if `torch.distributed` is initialised.
-            metadata, tags: see `Writer.save`.
+            metadata, tags: see `Writer.save`. A function is not called before the shares of all ranks are durable.
             storage_options: see `ckptstore.open`.
             options: those of `Store.writer`, such as ``deltas``, ``keep`` and ``max_in_flight``. And
                 ``cache_staged_state_dict`` (True): keep the memory of the copy that ``async_save`` makes, for the next

@@ -73,6 +73,17 @@ class DTensorTargets:
                 if isinstance(entry, TensorEntry) and key != "step":  # a step is a number, whatever its shape
                     self._take(entry, optimizer.state.get(parameter, {}).get(key, parameter), parameter)
 
+    def of_parameters(self, outline: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Create DTensors for what a compressor keeps of each parameter, with the parameter's sharding.
+
+        Args:
+            outline: the compressor's state in the checkpoint: dicts of tensors by the parameter's name.
+        """
+        for kept in outline.values() if isinstance(outline, Mapping) else ():
+            for name, entry in kept.items() if isinstance(kept, Mapping) else ():
+                if isinstance(entry, TensorEntry) and name in parameters:
+                    self._take(entry, parameters[name], parameters[name])
+
     def _take(self, entry: TensorEntry, live: Any, beside: torch.Tensor | None = None) -> None:
         """Find a tensor's target: `live`, or a new one if `live` has another dtype, is `beside` or was taken."""
         if entry.name in self.found or not _is_distributed(live) or tuple(live.shape) != tuple(entry.shape):

@@ -17,7 +17,7 @@ from ckptstore.formats.sources import Bytes
 from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.training.capture.capture_plan import StatePlan
-from ckptstore.training.optimizers.optimizer_step import LATER, NotedStep, StepExplainer
+from ckptstore.training.optimizers.step_explainer import LATER, NotedStep, StepExplainer
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["PredictedUpdates"]

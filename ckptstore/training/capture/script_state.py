@@ -103,15 +103,12 @@ class ScriptState:
                     "of DTensors (FSDP2): leave it out. strategy='delta' stores frozen weights once"
                 )
             self._frozen = FrozenWeights(self.models)
+        self._compressed: dict[str, torch.Tensor] = {}
         if compressor is not None:
-            if self.sharding:
-                raise UsageError(
-                    "compressor: it takes the largest entries of whole gradients, and a rank has shards of DTensors "
-                    "(FSDP2): leave it out"
-                )
             models = [(f"model{place}", one) for place, one in placed(given.model)]
             names = {id(one): path for path, one in reversed(parameter_paths(models).items())}  # tied: the first
-            compressor.named((names[id(one)], one) for model in self.models for one in model.parameters())
+            self._compressed = {names[id(one)]: one for model in self.models for one in model.parameters()}
+            compressor.named(self._compressed.items())
 
     @property
     def leaves_out(self) -> bool:
@@ -139,7 +136,7 @@ class ScriptState:
     @property
     def per_rank(self) -> tuple[str, ...]:
         """Names of tensors that may differ between ranks: generators, positions, modules' buffers, objects in ``extra``
-        that say so (``per_rank``).
+        that say so (``per_rank``), what a compressor keeps of whole gradients.
 
         DDP broadcasts the first rank's buffers when forward begins. Then BatchNorm changes them on each rank.
         """
@@ -147,7 +144,11 @@ class ScriptState:
         names = [f"{prefix}.{bare(name)}" for prefix, module in modules for name, _ in module.named_buffers()]
         given = self._given.items()
         names += [f"extra.{name}" for name, one in given if not is_stateful(one) or getattr(one, "per_rank", False)]
-        return ("random", "loader", "compressor", *(glob.escape(name) for name in names))
+        compressed: tuple[str, ...] = ("compressor",)
+        if self.sharding:  # what is kept of shards belongs to the parameter, whichever rank has it
+            plain = [name for name, one in self._compressed.items() if not hasattr(one, "placements")]
+            compressed = tuple(f"compressor.{kept}.{name}" for kept in ("residuals", "velocities") for name in plain)
+        return ("random", "loader", *(glob.escape(name) for name in (*compressed, *names)))
 
     def state(self, step: int, ranks: int = 1, *, light: bool = False) -> dict[str, Any]:
         """Everything that the next step depends on, with the script's own tensors, not copies.
@@ -267,6 +268,8 @@ class ScriptState:
                 rooms.of(fit.fitting, fit.live)
             elif isinstance(fit, OptimizerFit):
                 rooms.of_optimizer(fit.state, fit.optimizer, fit.pairs)
+            elif isinstance(fit, PartFit) and fit.part == "compressor":
+                rooms.of_parameters(fit.state, self._compressed)
             elif isinstance(fit, PartFit) and fit.part == "extra" and fit.get is not None:
                 rooms.of(fit.state, fit.get())
         return rooms.found

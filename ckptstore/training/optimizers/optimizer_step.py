@@ -32,35 +32,36 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
-from operator import attrgetter, is_not
 from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 
-from ckptstore.errors import UnsupportedStateError, UsageError
-from ckptstore.formats import optim
+from ckptstore.errors import UsageError
 from ckptstore.formats.optim import SparseGradient
-from ckptstore.formats.optim.step_settings import MAX_COUNT
 from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks.torch_optimizers import kind_of
-from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes
-from ckptstore.write.steps.updates import Found, Hold, LateGradient, Update
+from ckptstore.frameworks.torch_tensors import TorchSource
+from ckptstore.training.optimizers.step_explainer import (
+    LATER,
+    NotedStep,
+    ParameterRow,
+    StepExplainer,
+    bounded_count,
+    dense_gradient,
+    group_numbers,
+    have_gradients,
+    moved_by,
+    rows_of,
+    wraps,
+)
+from ckptstore.write.steps.updates import Found, Hold
 
-__all__ = [
-    "LATER",
-    "Gradients",
-    "NotedStep",
-    "OptimizerStep",
-    "ParameterRow",
-    "QuantizedGradient",
-    "StepExplainer",
-    "clip_factor",
-]
+__all__ = ["Gradients", "OptimizerStep", "QuantizedGradient", "clip_factor"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,10 +82,7 @@ Gradients: TypeAlias = (
 )
 """Where an `OptimizerStep` takes gradients from: nowhere, ``parameter.grad``, or this mapping by parameter."""
 
-_GRADIENTS: Final = ("F32", "BF16", "F16")
 _QUANTA: Final = ("I8", "F8_E4M3", "F8_E5M2")
-LATER: Final = 2
-"""Any count but 1: SGD's buffer existed before, or there is no base from which the step could start."""
 
 
 class OptimizerStep:
@@ -135,11 +133,11 @@ class OptimizerStep:
         if not isinstance(optimizers, Sequence) or not all(
             isinstance(one, torch.optim.Optimizer) for one in optimizers
         ):
-            inner = " (its .optimizer is one)" if _wraps(optimizer) else ""
+            inner = " (its .optimizer is one)" if wraps(optimizer) else ""
             raise UsageError(
                 f"optimizer: {type(optimizer).__name__}; expected a torch.optim.Optimizer{inner}, or several"
             )
-        moved = [_have_gradients(one) if kind_of(one) is not None else [] for one in optimizers]
+        moved = [have_gradients(one) if kind_of(one) is not None else [] for one in optimizers]
         any_moved = any(map(any, moved))
         if gradients == "grad" and not any_moved:
             gradients = "none"  # they were freed already; a prediction needs none
@@ -148,7 +146,7 @@ class OptimizerStep:
         self._optimizers = list(optimizers)
         factors = (float(clip), loss_scale)
         notes = [
-            NotedStep(_group_numbers(one), skipped, each if only_moved else None, factors=factors)
+            NotedStep(group_numbers(one), skipped, each if only_moved else None, factors=factors)
             for one, each in zip(optimizers, moved, strict=True)
         ]
         self._take(optimizers, notes)
@@ -173,7 +171,7 @@ class OptimizerStep:
         step._take(
             optimizers,
             [
-                note if note.skipped or note.moved is not None else replace(note, moved=_moved(one))
+                note if note.skipped or note.moved is not None else replace(note, moved=moved_by(one))
                 for one, note in zip(optimizers, notes, strict=True)
             ],
         )
@@ -184,7 +182,7 @@ class OptimizerStep:
     def _take(self, optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep]) -> None:
         self._notes = list(notes)
         self._rows: list[ParameterRow]
-        self._rows, self._left_out = _rows_of(optimizers, notes)
+        self._rows, self._left_out = rows_of(optimizers, notes)
         self._counts = dict(zip(map(_key, self._rows), _counts([row.count for row in self._rows]), strict=True))
 
     def _make_wait(self, wait: Callable[[], None]) -> None:
@@ -206,186 +204,8 @@ class OptimizerStep:
         return Found(found, _remark(len(explainer.rows), explainer.left_out), explainer.left_out, self._hold)
 
 
-@dataclass(frozen=True, slots=True)
-class NotedStep:
-    """The numbers of one optimizer's step.
-
-    Attributes:
-        groups: settings and learning rate of each group; None: its arithmetic is not known.
-        skipped: the step was not taken.
-        moved: whether each parameter had a gradient, in the order of the groups; None: unknown, so all may have moved.
-        gradients: what the optimizer consumed, by parameter, as far as it is to be stored.
-        factors: clipping factor and loss scale of these gradients.
-        carried: the gradients on devices that the optimizer consumed, by parameter, and torch's counts of their changes
-            (`Update.carried`).
-        still: the numbers of parameters on devices that had no gradient.
-        scales: the scales of quantized gradients, by parameter.
-    """
-
-    groups: tuple[tuple[optim.Optimizer, float] | None, ...]
-    skipped: bool
-    moved: Sequence[bool] | None = None
-    gradients: Mapping[torch.Tensor, TorchSource | SparseGradient | LateGradient] = field(default_factory=dict)
-    factors: tuple[float, float] = (1.0, 1.0)
-    carried: Mapping[torch.Tensor, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    still: Set[int] = frozenset()
-    scales: Mapping[torch.Tensor, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        optimizer: torch.optim.Optimizer,
-        *,
-        skipped: bool,
-        sparse: Mapping[torch.Tensor, SparseGradient | LateGradient] | None = None,
-        carry: bool = False,
-    ) -> NotedStep:
-        """Note a step. Call it right after the step.
-
-        Args:
-            sparse: what was left of the gradients that were compressed.
-            carry: refer to the gradients on devices, too.
-        """
-        # Training waits for this. Only SGD keeps no counts, which tell later what moved: 3,000 gradients take 2 ms.
-        moved = None if skipped or not isinstance(optimizer, torch.optim.SGD) else _moved(optimizer)
-        noted = cls(_group_numbers(optimizer), skipped, moved, sparse or {})
-        return _carrying(noted, optimizer) if carry and not skipped else noted
-
-    @property
-    def settings(self) -> tuple[optim.Optimizer | None, ...]:
-        """The settings of the groups, without the learning rates that a schedule changes."""
-        return tuple(None if one is None else one[0] for one in self.groups)
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterRow:
-    """One parameter and what its optimizer keeps for it. The sources keep the memory alive that identifies them.
-
-    Attributes:
-        optimizer, group: numbers of its optimizer and group.
-        number: its number among the optimizer's parameters.
-        sources: the weight, then its slots in the order of the rule.
-        count: torch's count of its steps; None: the optimizer keeps none.
-    """
-
-    parameter: torch.Tensor
-    optimizer: int
-    group: int
-    number: int
-    sources: tuple[TorchSource, ...]
-    count: Any
-
-
 def _key(row: ParameterRow) -> tuple[int, int]:
     return row.optimizer, row.number
-
-
-class StepExplainer:
-    """Finds the optimizers' parameters in a state once, and makes the updates of steps from noted numbers.
-
-    Attributes:
-        rows: the parameters that the state holds with all their slots, in the optimizers' order.
-        left_out: how many parameters are left out, by reason.
-    """
-
-    def __init__(self, rows: Sequence[ParameterRow], left_out: Counter[str], flat: FlatState) -> None:
-        """
-        Args:
-            left_out: the parameters that have no row.
-        """
-        names = {source.identity: name for name, source in flat.tensors.items()}
-        self.left_out = left_out.copy()
-        uses: Counter[str] = Counter()
-        known: list[tuple[ParameterRow, tuple[str, ...]]] = []
-        for row in rows:
-            found = tuple(name for one in row.sources if (name := names.get(one.identity)) is not None)
-            uses.update(found)
-            if len(found) == len(row.sources):
-                known.append((row, found))
-            else:
-                self.left_out[_COPIES if not found else _PARTS] += 1
-        alone = [(row, slots) for row, slots in known if all(uses[name] == 1 for name in slots)]
-        if len(alone) < len(known):
-            self.left_out[_SHARED] += len(known) - len(alone)
-        self.rows = [row for row, _ in alone]
-        self._slots = [slots for _, slots in alone]
-
-    @classmethod
-    def of(
-        cls, optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep], flat: FlatState
-    ) -> StepExplainer:
-        """Find the parameters of which these notes know the arithmetic."""
-        return cls(*_rows_of(optimizers, notes), flat)
-
-    def updates(self, notes: Sequence[NotedStep], counts: Iterable[float], moved: Iterable[bool]) -> Iterator[Update]:
-        """Make the updates of one step.
-
-        Args:
-            notes: its numbers, one note for each optimizer.
-            counts: of each of `rows`, its count of steps.
-            moved: of each of `rows`, whether the step may have moved it.
-        """
-        steps: dict[tuple[int, int, float, float], optim.Step] = {}
-        for row, slots, count, may_have_moved in zip(self.rows, self._slots, counts, moved, strict=False):
-            noted = notes[row.optimizer]
-            # A group that was split off after the step has no numbers: nothing is known of what the step did there.
-            numbers = noted.groups[row.group] if row.group < len(noted.groups) else None
-            if numbers is None or not (may_have_moved or noted.skipped) or not _has_moved(noted, row.number):
-                continue
-            settings, lr = numbers
-            scale = noted.scales.get(row.parameter, 1.0)
-            key = row.optimizer, row.group, count, scale
-            step = steps.get(key)
-            if step is None:
-                step = steps[key] = optim.Step(_counted(count), lr, *noted.factors, noted.skipped, scale)
-            gradient = None if noted.skipped else noted.gradients.get(row.parameter)
-            carried = _now(row, noted) if gradient is None else None
-            yield Update(slots, settings, step, gradient, carried, row.number in noted.still)
-
-
-def _rows_of(
-    optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep]
-) -> tuple[list[ParameterRow], Counter[str]]:
-    """The parameters whose arithmetic is known, and how many are left out, by reason."""
-    left_out: Counter[str] = Counter()
-    rows: list[ParameterRow] = []
-    for place, (optimizer, noted) in enumerate(zip(optimizers, notes, strict=True)):
-        if (kind := kind_of(optimizer)) is None:
-            inside = "; give OptimizerStep what it wraps, its .optimizer" if _wraps(optimizer) else ""
-            unknown = f"{type(optimizer).__qualname__} is none of torch.optim's {optim.listed()}{inside}"
-            left_out[unknown] += sum(len(group["params"]) for group in optimizer.param_groups)
-            continue
-        first = 0
-        for number, group in enumerate(optimizer.param_groups):
-            parameters = group["params"]
-            numbers = noted.groups[number] if number < len(noted.groups) else None
-            if numbers is not None:
-                names = numbers[0].rule(optim.Step(LATER, numbers[1], skipped=True)).slots
-                for index, parameter in enumerate(parameters, first):
-                    if not _has_moved(noted, index):
-                        continue
-                    slots = optimizer.state.get(parameter, {})
-                    sources = _sources(names, parameter, slots)
-                    if isinstance(sources, str):
-                        left_out[sources] += 1
-                    elif sources:
-                        rows.append(ParameterRow(parameter, place, number, index, sources, slots.get("step")))
-            elif isinstance(reason := _numbers(kind, group), str):
-                left_out[f"{type(optimizer).__qualname__}: {reason}"] += len(parameters)
-            first += len(parameters)
-    return rows, left_out
-
-
-def _have_gradients(optimizer: torch.optim.Optimizer) -> list[bool]:
-    """Whether each parameter has a gradient, in the order of the groups."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    return list(map(is_not, map(attrgetter("grad"), parameters), repeat(None)))
-
-
-def _moved(optimizer: torch.optim.Optimizer) -> list[bool] | None:
-    """Whether each parameter has a gradient; None: none has, because the step freed them, so they say nothing."""
-    found = _have_gradients(optimizer)
-    return found if any(found) else None
 
 
 _waits: Final[WeakKeyDictionary[torch.optim.Optimizer, list[Callable[[], None]]]] = WeakKeyDictionary()
@@ -397,52 +217,6 @@ def _wait_for(waits: list[Callable[[], None]], *_: Any) -> None:
     waits.clear()
     for wait in taken:
         wait()
-
-
-def _carrying(noted: NotedStep, optimizer: torch.optim.Optimizer) -> NotedStep:
-    """The note of a step with the gradients on devices, and how often torch has counted changes of them."""
-    found, still = {}, set()
-    parameters = [(one, _keeps_gradients(group)) for group in optimizer.param_groups for one in group["params"]]
-    for number, (parameter, kept) in enumerate(parameters):
-        gradient = parameter.grad
-        if gradient is None:
-            still.add(number)
-        elif gradient.is_cuda and kept:
-            found[parameter] = gradient, counted_changes(gradient)
-    # An optimizer in backward frees the gradients with its step: then they say nothing.
-    return replace(noted, carried=found, still=still) if found else noted
-
-
-def _keeps_gradients(group: Mapping[str, Any]) -> bool:
-    """Whether gradients are after a step what it consumed. SGD's foreach form adds Nesterov's momentum in place."""
-    return not group.get("nesterov") or bool(group.get("fused")) or group.get("foreach") is False
-
-
-def _now(row: ParameterRow, noted: NotedStep) -> TorchSource | None:
-    """The gradient that a step consumed, if it is still what it was."""
-    gradient, changes = noted.carried.get(row.parameter, (None, 0))
-    if gradient is None or counted_changes(gradient) != changes:
-        return None
-    try:
-        return _dense(row.parameter, row.sources[0], gradient)
-    except UsageError:
-        return None
-
-
-def _has_moved(noted: NotedStep, number: int) -> bool:
-    """Whether a step moved its optimizer's parameter of this number, as far as its gradients tell."""
-    return noted.moved is None or (number < len(noted.moved) and noted.moved[number])
-
-
-_COPIES: Final = (
-    "the state does not hold the memory that the optimizer moves, but copies, if anything (clones, .cpu(), .numpy(), "
-    "full_tensor(), other objects than this optimizer's)"
-)
-_PARTS: Final = (
-    "the state holds only some of a parameter and what the optimizer keeps for it (the optimizer's state_dict() "
-    "belongs in it, too)"
-)
-_SHARED: Final = "two parameters of the optimizers share memory"
 
 
 def _remark(matched: int, left_out: Counter[str]) -> str | None:
@@ -465,29 +239,6 @@ def clip_factor(norm: float | torch.Tensor, max_norm: float) -> float:
     return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
-def _group_numbers(optimizer: torch.optim.Optimizer) -> tuple[tuple[optim.Optimizer, float] | None, ...]:
-    """Settings and learning rate of each group; None for one whose arithmetic is not known."""
-    kind = kind_of(optimizer)
-    return tuple(
-        None if kind is None or isinstance(numbers := _numbers(kind, group), str) else numbers
-        for group in optimizer.param_groups
-    )
-
-
-def _numbers(kind: str, group: Mapping[str, Any]) -> tuple[optim.Optimizer, float] | str:
-    """Settings and learning rate of a group, or why there are none."""
-    try:
-        settings, lr = optim.from_group(kind, group), float(group["lr"])
-    except (UnsupportedStateError, TypeError, ValueError) as error:
-        return str(error)
-    return (settings, lr) if math.isfinite(lr) else f"a learning rate of {lr}"
-
-
-def _wraps(optimizer: object) -> bool:
-    """Whether it is a wrapper, as Accelerate's and others' are."""
-    return isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
-
-
 def _counts(steps: Sequence[Any]) -> list[int]:
     """How often each parameter was moved; `LATER` where torch keeps no count. Waits once for each device."""
     counts = [LATER] * len(steps)
@@ -496,34 +247,12 @@ def _counts(steps: Sequence[Any]) -> list[int]:
         if isinstance(step, torch.Tensor) and step.numel() == 1:
             waiting.setdefault(step.device, []).append(index)
         elif isinstance(step, int | float) and math.isfinite(step):
-            counts[index] = _counted(step)
+            counts[index] = bounded_count(step)
     for indices in waiting.values():
         together = torch.stack([steps[index].detach().reshape(()).double() for index in indices])
         for index, value in zip(indices, together.tolist(), strict=True):
-            counts[index] = _counted(value)
+            counts[index] = bounded_count(value)
     return counts
-
-
-def _counted(count: float) -> int:
-    return min(max(int(count), 1), MAX_COUNT) if math.isfinite(count) else LATER
-
-
-def _sources(names: Sequence[str], parameter: torch.Tensor, slots: Mapping[str, Any]) -> tuple[TorchSource, ...] | str:
-    """The parameter's slots in the order of the rule, or why the arithmetic is not for them. Empty: it has none yet."""
-    found: list[TorchSource] = []
-    for name in names:
-        tensor = parameter if name == "weight" else slots.get(name)
-        if tensor is None:
-            return ()  # not made yet
-        source = _source(tensor)
-        if source is None:
-            return f"{name} has no plain bytes in memory ({type(tensor).__name__})"
-        if source.dtype != "F32":
-            return f"{name} is {source.dtype}, and only the arithmetic of fp32 is known"
-        if found and source.shape != found[0].shape:
-            return f"{name} has another shape than its parameter"
-        found.append(source)
-    return tuple(found) if found[0].nbytes else ()  # empty, as a rank's share may be
 
 
 def _gradient(
@@ -538,50 +267,12 @@ def _gradient(
         if isinstance(given, QuantizedGradient):
             if not math.isfinite(given.scale):
                 raise UsageError(f"a quantized gradient has a scale of {given.scale}; a finite number is needed")
-            return _dense(parameter, weight, given.values, _QUANTA)
-        return None if given is None else _dense(parameter, weight, given)
-    return None if gradients == "none" or parameter.grad is None else _dense(parameter, weight, parameter.grad)
+            return dense_gradient(parameter, weight, given.values, _QUANTA)
+        return None if given is None else dense_gradient(parameter, weight, given)
+    return None if gradients == "none" or parameter.grad is None else dense_gradient(parameter, weight, parameter.grad)
 
 
 def _scales(gradients: Gradients) -> dict[torch.Tensor, float]:
     """The scales of quantized gradients."""
     given = () if isinstance(gradients, str) else gradients.items()
     return {one: float(its.scale) for one, its in given if isinstance(its, QuantizedGradient)}
-
-
-def _dense(
-    parameter: torch.Tensor, weight: TorchSource, gradient: torch.Tensor, dtypes: Sequence[str] = _GRADIENTS
-) -> TorchSource | None:
-    placements = getattr(gradient, "placements", None)
-    if placements is not None and placements != getattr(parameter, "placements", None):
-        return None  # such as a partial sum: not what this rank's optimizer consumed
-    shape = tuple(_local(gradient).shape)
-    if shape != weight.shape:
-        raise UsageError(f"a gradient of shape {shape} for a parameter of {weight.shape}")
-    source = _source(gradient)
-    return source if source is not None and source.dtype in dtypes else None
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor, in its own memory; any other tensor itself."""
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
-        return tensor
-    to_local = getattr(tensor, "to_local", None)  # works without torch.distributed
-    if to_local is None:
-        return tensor
-    with torch.no_grad():
-        local: torch.Tensor = to_local()
-    return local
-
-
-def _source(tensor: object) -> TorchSource | None:
-    """The tensor's bytes if they are plain; None: a subclass other than DTensor, a sparse, freed or meta tensor."""
-    if not isinstance(tensor, torch.Tensor):
-        return None
-    local = _local(tensor)
-    if type(local) is not torch.Tensor and type(local) is not torch.nn.Parameter:
-        return None
-    try:
-        return TorchSource(local)
-    except UnsupportedStateError:
-        return None

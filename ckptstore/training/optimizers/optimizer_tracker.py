@@ -14,7 +14,8 @@ import torch
 
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.states.state import FlatState
-from ckptstore.training.optimizers.optimizer_step import NotedStep, OptimizerStep
+from ckptstore.training.optimizers.optimizer_step import OptimizerStep
+from ckptstore.training.optimizers.step_explainer import NotedStep
 from ckptstore.write.steps.updates import Found, Hold, LateGradient, Updates
 
 __all__ = ["CollectedSteps", "Compressor", "OptimizerTracker"]

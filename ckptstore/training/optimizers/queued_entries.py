@@ -18,6 +18,7 @@ import torch
 
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.frameworks.torch_offload import PinnedCopy
+from ckptstore.frameworks.torch_shards import local_gradient, local_part
 from ckptstore.write.steps.updates import LateGradient
 
 __all__ = ["EntriesOnDevice", "queued_entries"]
@@ -28,7 +29,7 @@ class EntriesOnDevice:
     """Where gradients on one device may differ from zero.
 
     Attributes:
-        parameters: whose gradients they are.
+        parameters: whose gradients they are; of a DTensor this rank's part.
         places: positions in the gradients, one after another: integers in any order, also repeated ones.
     """
 
@@ -38,7 +39,7 @@ class EntriesOnDevice:
     @property
     def sizes(self) -> list[int]:
         """Numbers in each parameter."""
-        return [one.numel() for one in self.parameters]
+        return [local_part(one).numel() for one in self.parameters]
 
 
 def queued_entries(found: Sequence[EntriesOnDevice], unchecked: set[torch.Tensor]) -> dict[torch.Tensor, LateGradient]:
@@ -70,15 +71,15 @@ def queued_entries(found: Sequence[EntriesOnDevice], unchecked: set[torch.Tensor
         numbers.append(torch.stack(counts).to(torch.int32))
     message = _Message(PinnedCopy(torch.cat(numbers)), len(places), parts)
     return {
-        parameter: LateGradient(parameter.numel(), partial(message.gradient, number, place))
+        parameter: LateGradient(size, partial(message.gradient, number, place))
         for number, one in enumerate(found)
-        for place, parameter in enumerate(one.parameters)
+        for place, (parameter, size) in enumerate(zip(one.parameters, one.sizes, strict=True))
         if _flat(parameter) is not None
     }
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor | None:
-    gradient = parameter.grad
+    gradient = local_gradient(parameter)
     return None if gradient is None or gradient.dtype != torch.float32 else gradient.detach().reshape(-1)
 
 
@@ -87,8 +88,8 @@ def _whole(one: EntriesOnDevice, flats: Sequence[torch.Tensor | None]) -> torch.
         return flats[0]
     return torch.cat(
         [
-            torch.zeros(parameter.numel(), device=one.places.device) if flat is None else flat
-            for parameter, flat in zip(one.parameters, flats, strict=True)
+            torch.zeros(size, device=one.places.device) if flat is None else flat
+            for size, flat in zip(one.sizes, flats, strict=True)
         ]
     )
 

@@ -23,6 +23,10 @@ gradient in each step, so prediction cannot make them small, and they take most 
 ``exact=False`` they are not saved. Then a checkpoint is as small as what was sent, and a resumed run continues without
 what was not sent yet (as LowDiff does). That is not bit-identical, and a warning says so.
 
+With shards (FSDP2, tensor parallelism) there is no hook of communication: call `compress` after backward. Each rank
+takes the largest entries of its own parts, whose gradients are summed by then, and sends nothing. What it keeps is
+sharded as the parameters are, so another number of ranks can continue.
+
 On a CUDA device the host waits for nothing: every size follows from the density, and the entries that a step diff
 stores are copied to the host while training continues (`queued_entries`).
 """
@@ -41,6 +45,7 @@ import torch
 from ckptstore.errors import UsageError
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.frameworks.torch_device_memory import bytes_of, count_in
+from ckptstore.frameworks.torch_shards import local_gradient, part_for, sharded_as
 from ckptstore.frameworks.torch_tensors import counted_changes
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training.optimizers.queued_entries import EntriesOnDevice, queued_entries
@@ -134,20 +139,24 @@ class TopKHook:
         return done
 
     def compress(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Without DDP: keep only the largest entries of each ``.grad``, in place. Call it after ``backward()``."""
+        """Without DDP: keep only the largest entries of each ``.grad``, in place. Call it after ``backward()``.
+
+        Raises:
+            UnsupportedStateError: the gradient of a DTensor is not placed as the parameter.
+        """
         with torch.no_grad():
-            found = [one for one in parameters if one.grad is not None]
-            if not found:
+            there = [(one, gradient) for one in parameters if (gradient := local_gradient(one)) is not None]
+            if not there:
                 return
-            gradients = [one.grad for one in found if one.grad is not None]
+            found, gradients = [one for one, _ in there], [gradient for _, gradient in there]
             sent = self._sent(found, gradients)
             if sent.counts is None:
                 self._fill_pooled(gradients, sent)
                 self._note_on_device(found, sent.places, None)
             else:
                 self._fill(found, gradients, sent)
-            for parameter, gradient in zip(found, gradients, strict=True):
-                self._left[parameter] = _Untouched(gradient)
+            for parameter in found:
+                self._left[parameter] = _Untouched(parameter)
 
     def _fill(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], sent: _Sent) -> None:
         """Set gradients to what is sent of them."""
@@ -193,14 +202,15 @@ class TopKHook:
         unchanged: set[torch.Tensor] = set()
         devices: dict[torch.device, dict[EntriesOnDevice, None]] = {}
         for parameter in parameters:
-            indices, on_device, gradient = self._indices.get(parameter), self._on_device.get(parameter), parameter.grad
+            indices, on_device = self._indices.get(parameter), self._on_device.get(parameter)
+            gradient = local_gradient(parameter)
             if gradient is None or gradient.dtype != torch.float32:
                 continue
             # Nobody has touched what `compress` has left: the rest need not be read. Who does so past torch's count
             # (``.data``) makes a step dearer to store: what is predicted from this is compared with the state. A
             # replica drops the step, and checks that gradient from then on.
             left = self._left.pop(parameter, None)
-            touched = left is None or not left.holds(gradient) or parameter in checked
+            touched = left is None or not left.holds(parameter) or parameter in checked
             if on_device is not None:
                 devices.setdefault(gradient.device, {})[on_device] = None
                 if not touched:
@@ -225,10 +235,10 @@ class TopKHook:
         """What was not sent yet, and the velocities, by parameter name."""
         if not self.exact:
             return {}
-        return {
-            "residuals": {self._names[one]: kept for one, kept in self._residuals.items() if one in self._names},
-            "velocities": {self._names[one]: kept for one, kept in self._velocities.items() if one in self._names},
-        }
+        return {"residuals": self._named(self._residuals), "velocities": self._named(self._velocities)}
+
+    def _named(self, kept: Mapping[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {self._names[one]: sharded_as(one, part) for one, part in kept.items() if one in self._names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with what was not sent then; without, if that was not saved."""
@@ -242,7 +252,7 @@ class TopKHook:
         for own, kept in ((self._residuals, "residuals"), (self._velocities, "velocities")):
             own.clear()
             for name, tensor in (state.get(kept, {}) if self.exact else {}).items():
-                own[parameters[name]] = tensor.to(parameters[name].device).clone()
+                own[parameters[name]] = part_for(parameters[name], tensor).to(parameters[name].device).clone()
         self._indices.clear()
         self._on_device.clear()
         self._left.clear()
@@ -290,7 +300,7 @@ class TopKHook:
         """
         taken = everything.mul_(0).ne(0)  # what is not finite becomes NaN
         taken[chosen] = True
-        sizes = [one.numel() for one in parameters]
+        sizes = [self._residuals[one].numel() for one in parameters]
         for parameter, part in zip(parameters, taken.split(sizes), strict=True):  # type: ignore[no-untyped-call]
             for kept in (self._residuals, self._velocities):
                 if parameter in kept:
@@ -376,16 +386,25 @@ class _Sent:
 
 
 class _Untouched:
-    """A gradient as `compress` has left it: which tensor, and how often torch has seen it change."""
+    """A parameter's gradient as `compress` has left it: which tensor, and how often torch has seen it change."""
 
-    def __init__(self, gradient: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
         # Prevents: a later gradient with the same address and count that is taken for this one.
-        self._gradient = weakref.ref(gradient)
-        self._changes = counted_changes(gradient)
+        self._gradient = weakref.ref(parameter.grad)
+        self._changes = _changes(parameter)
 
-    def holds(self, gradient: torch.Tensor) -> bool:
-        """Whether this is that tensor, unchanged."""
-        return self._gradient() is gradient and counted_changes(gradient) == self._changes
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether its gradient is that tensor, unchanged."""
+        return self._gradient() is parameter.grad and _changes(parameter) == self._changes
+
+
+def _changes(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Torch's counts of a gradient's changes: a DTensor and its local part have counts of their own."""
+    assert parameter.grad is not None
+    local = local_gradient(parameter)
+    assert local is not None
+    return counted_changes(parameter.grad), counted_changes(local)
 
 
 def _entries(values: torch.Tensor) -> int:

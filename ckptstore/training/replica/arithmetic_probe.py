@@ -3,13 +3,14 @@
 Kernels of a device may round differently from those of the CPU: they contract products and sums (FMA), or use another
 formula. So nothing is assumed. Steps of the optimizer's own class, with the settings of its group, are computed on the
 device from some thousand numbers of wide range, and compared bit for bit with what the host computes from the same
-numbers. This costs some launches, some hundred KB of the device's memory, which are freed, and one wait for the device.
+numbers. Of DTensors (FSDP2) the probe is a DTensor, too: torch computes their steps in its own way. This costs some
+launches, some hundred KB of the device's memory, which are freed, and one wait for the device.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -21,6 +22,7 @@ from ckptstore.agent.protocol.replica_arithmetic import rule_of, variants_of
 from ckptstore.errors import CkptError
 from ckptstore.formats import optim
 from ckptstore.frameworks.torch_optimizers import TorchSteps, settings_of
+from ckptstore.frameworks.torch_shards import local_part
 from ckptstore.frameworks.torch_tensors import flat_bytes, on_host
 from ckptstore.training.replica.replicable_state import Replicable
 
@@ -73,7 +75,7 @@ class Probes:
     """The probes of the optimizers of a script, each made once."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int, torch.device, torch.dtype], Probed] = {}
+        self._found: dict[tuple[int, int, torch.device, torch.dtype, Hashable], Probed] = {}
 
     def of(self, optimizers: Sequence[torch.optim.Optimizer], form: Replicable) -> dict[tuple[int, int], Probed]:
         """What was found for the groups with parameters on a device, by the positions of optimizer and group.
@@ -93,13 +95,14 @@ class Probes:
         return found
 
     def _probed(self, optimizer: torch.optim.Optimizer, group: int, parameter: torch.Tensor) -> Probed:
-        key = id(optimizer), group, parameter.device, parameter.dtype
+        mesh = getattr(parameter, "device_mesh", None)
+        key = id(optimizer), group, parameter.device, parameter.dtype, mesh
         found = self._found.get(key)
         kind = type(optimizer).__name__
         settings = settings_of(optimizer, optimizer.param_groups[group])
         if found is None:
             try:
-                found = probed(kind, settings, parameter.device, parameter.dtype)
+                found = probed(kind, settings, parameter.device, parameter.dtype, mesh)
             except (CkptError, RuntimeError, TypeError, ValueError) as error:
                 raise UnknownArithmeticError(
                     f"the arithmetic of {kind} on {parameter.device} could not be compared: {error}; {_REST}"
@@ -115,17 +118,20 @@ class Probes:
         return found
 
 
-def probed(kind: str, settings: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Probed:
+def probed(
+    kind: str, settings: Mapping[str, Any], device: torch.device, dtype: torch.dtype, mesh: Any = None
+) -> Probed:
     """Compare the arithmetic of a device with the variants that the agent can compute.
 
     Args:
         kind: one of `formats.optim.KINDS`.
         settings: of a parameter group, from `settings_of`.
+        mesh: of the ranks, if the parameters are DTensors; None: they are whole.
 
     Raises:
         RuntimeError, ValueError, TypeError: the optimizer does not take these settings there.
     """
-    wanted = _stepped(kind, settings, device, dtype)
+    wanted = _stepped(kind, settings, device, dtype, mesh)
     fewest, count = -1, sum(one.numel() for one in wanted) // dtype.itemsize
     variants = [(name, others, False) for name, others in _VARIANTS.items()]
     for name, others, exact in [*variants, *((name, {}, True) for name in _exact(kind, settings, dtype))]:
@@ -170,10 +176,12 @@ class _Numbers:
         return torch.from_numpy(numbers).to(self._dtype)
 
 
-def _stepped(kind: str, settings: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+def _stepped(
+    kind: str, settings: Mapping[str, Any], device: torch.device, dtype: torch.dtype, mesh: Any = None
+) -> list[torch.Tensor]:
     """The bytes of parameter and slots after some steps, on the host."""
     drawn = _Numbers(dtype)
-    tensors = {"weight": drawn.next().to(device)}
+    tensors = {"weight": _on_mesh(drawn.next().to(device), mesh)}
     for name in _slots(kind, settings):
         tensors[name] = torch.zeros_like(tensors["weight"])
     names = list(tensors)
@@ -185,8 +193,17 @@ def _stepped(kind: str, settings: Mapping[str, Any], device: torch.device, dtype
     with torch.no_grad():
         steps = TorchSteps(kind, [[row]], lambda number: tensors[names[number]])
         for _ in range(_STEPS):
-            steps.step([settings], [[drawn.next().to(device)]])
-        return [flat_bytes(one).cpu() for name, one in tensors.items() if name != "step"]
+            steps.step([settings], [[_on_mesh(drawn.next().to(device), mesh)]])
+        return [flat_bytes(local_part(one)).cpu() for name, one in tensors.items() if name != "step"]
+
+
+def _on_mesh(part: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """A DTensor of which this rank has a part. Ranks do not communicate for it."""
+    if mesh is None:
+        return part
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(part, mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
 
 def _slots(kind: str, settings: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.sources import TensorSource
 from ckptstore.frameworks.torch_optimizers import settings_of
-from ckptstore.frameworks.torch_shards import local_part
+from ckptstore.frameworks.torch_shards import local_gradient
 from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes, from_buffer, on_host
 from ckptstore.host.batched_copies import BatchedCopies
 from ckptstore.host.buffers import Bytes
@@ -280,7 +280,7 @@ class ConsumedGradients:
         moved: list[int] = []
         kept = stale = 0
         for row, parameter, made in rows:
-            gradient = _gradient(parameter)
+            gradient = local_gradient(parameter)
             if gradient is None:
                 continue
             moved.append(row)
@@ -323,7 +323,7 @@ class ConsumedGradients:
             sparse = entries.get(parameter)
             if sparse is None:
                 continue
-            if parameter in self._counted and not is_all_of(sparse, parameter.grad):
+            if parameter in self._counted and not is_all_of(sparse, local_gradient(parameter)):
                 continue
             form = recipe.layout.tensors[recipe.rows[row].weight]
             if (form.dtype, form.nbytes) != ("F32", 4 * sparse.size):
@@ -349,8 +349,9 @@ class ConsumedGradients:
         room = self._room(area)
         for row, parameter in away:
             late = entries.get(parameter)
-            if isinstance(late, LateGradient) and parameter.grad is not None:
-                _check_form(parameter.grad, room[row], self._devices[row])
+            gradient = local_gradient(parameter)
+            if isinstance(late, LateGradient) and gradient is not None:
+                _check_form(gradient, room[row], self._devices[row])
                 found[row] = parameter, late
         return found
 
@@ -416,18 +417,6 @@ class ConsumedGradients:
             self._step.calls.append(call)
         elif self._replicated is not None and self._step.why is None:
             self._step.why = self._replicated.lost or "a step was taken that was not seen to begin"
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient; of a DTensor this rank's part. Raises `UnsupportedStateError`: it is not where the parameter is."""
-    gradient = parameter.grad
-    if gradient is None or not hasattr(parameter, "placements"):
-        return gradient
-    placed = getattr(gradient, "placements", None)
-    # Prevents: a partial sum that is taken for the gradient: the optimizer adds those of all ranks first.
-    if placed != parameter.placements:
-        raise UnsupportedStateError(f"a gradient is placed as {placed}, and its parameter as {parameter.placements}")
-    return local_part(gradient)
 
 
 def _check_form(gradient: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:

@@ -54,11 +54,6 @@ def check_replicable(captured: ScriptState) -> None:
                 f"strategy='replica': parameters are on {min(devices)}, from which gradients can be copied without "
                 f"waiting only if it is a CUDA device: {other}"
             )
-        if away and captured.sharding:
-            raise UsageError(
-                f"strategy='replica': parameters are DTensors (FSDP2) on {away[0].device}, whose steps torch computes "
-                f"with other kernels than those of whole tensors, and nothing compares these with the agent's: {other}"
-            )
         if away and captured.scaled and any(group.get("fused") for group in optimizer.param_groups):
             raise UsageError(
                 f"strategy='replica': a scaler passes its scale to {kind.__qualname__}(fused=True) on "

@@ -23,7 +23,7 @@ from ckptstore.host.threads import run_all
 from ckptstore.write.capture.layer_copies import Filling, Layer, LayerCopy, memory
 from ckptstore.write.capture.snapshot import Snapshot, copy_jobs
 from ckptstore.write.saves.job import SaveJob
-from ckptstore.write.saves.ledger import Labels, PendingSave
+from ckptstore.write.saves.ledger import Labels, Metadata, PendingSave
 
 __all__ = ["Awaited", "LayeredSave", "OpenSave", "checked_layers"]
 
@@ -248,7 +248,7 @@ class LayeredSave:
         self,
         state: Any = None,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Metadata | None = None,
         tags: str | Sequence[str] = (),
         updates: Any = None,
     ) -> PendingSave:

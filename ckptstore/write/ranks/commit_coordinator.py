@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ckptstore.errors import AgentLostError, CommitUnknownError, FencedError, MailboxError, WriterError
 from ckptstore.host.caller_warnings import warn
@@ -67,7 +68,9 @@ class CommitCoordinator:
         self._rank_term.built(one.step)
         one.exchange = one.exchange.using(self._rank_term.commit_box)
         try:
-            info = self._await_verdict(one.exchange)[0] if self._rank_term.committer is None else self._commit(one)
+            info = (
+                self._await_verdict(one.exchange, [one])[0] if self._rank_term.committer is None else self._commit(one)
+            )
         except BaseException as error:  # noqa: BLE001  # the callers that wait for the step are told
             self._lost(one.begun, error)
             self._rank_term.failed(one, error)
@@ -87,7 +90,7 @@ class CommitCoordinator:
         infos: Sequence[CheckpointInfo]
         try:
             if committer is None:
-                infos = self._await_verdict(exchange)
+                infos = self._await_verdict(exchange, batch)
             else:
                 self._rank_term.answered.append(exchange)
                 begun: list[str] = []
@@ -178,8 +181,12 @@ class CommitCoordinator:
             self._rank_term.plain.add(one.exchange.prefix)
         return info
 
-    def _await_verdict(self, exchange: Exchange) -> tuple[CheckpointInfo, ...]:
-        """On another rank: wait for the result of rank 0 -> the committed checkpoints. Raises rank 0's error."""
+    def _await_verdict(self, exchange: Exchange, batch: Sequence[RankSave]) -> list[CheckpointInfo]:
+        """On another rank: wait for the result of rank 0 -> the committed checkpoints. Raises rank 0's error.
+
+        Args:
+            batch: the steps; if their gradients were summed, the last one was committed.
+        """
         deadline = ReplyDeadline(2 * self._resources.ranks.timeout, ranks=exchange.size)
         try:
             letter = exchange.first([exchange.key("verdict")], deadline)
@@ -192,7 +199,11 @@ class CommitCoordinator:
             raise unknown(exchange.step, f"no answer within {deadline.seconds:g} s")
         if verdict.error is not None:
             raise verdict.error
-        return verdict.infos
+        made = batch[-len(verdict.infos) :]
+        return [
+            replace(info, segments=(*info.segments, *one.segments))
+            for one, info in zip(made, verdict.infos, strict=True)
+        ]
 
     # -- upkeep, by rank 0
 

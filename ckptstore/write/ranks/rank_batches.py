@@ -271,8 +271,8 @@ class RankBatches:
         crash_point("ranks.before-part")
         self._rank_term.hand_in(exchange, part.packed())
         crash_point("ranks.part-sent")
-        for one, cost in zip(made, part.costs, strict=True):
-            one.measured.stored = cost
+        for one, used, cost in zip(made, part.used, part.costs, strict=True):
+            one.segments, one.measured.stored = used, cost
         return [
             Batched(one.step, one.time, _labels(one, batch, made), whole, step.base, step.lossy)
             for one, whole, step in zip(made, wholes, steps, strict=bool(wholes))

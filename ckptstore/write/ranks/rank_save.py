@@ -36,6 +36,7 @@ class RankSave(SaveJob):
         order: how it is stored; None: rank 0 has sent no order.
         coded: the step diff; None: it is not a step diff, or there is a flaw.
         begun: segments that were begun for it. `dropped`: segments that its commit drops.
+        segments: ids of the segments that have this rank's share, once it is written.
         space: its share of the medium, from its first byte to its commit.
         began: when writing began, on the monotonic clock. `time`: when the caller saved it, seconds since 1970.
     """
@@ -66,6 +67,7 @@ class RankSave(SaveJob):
         self.coded: EncodedStep | None = None
         self.begun: tuple[str, ...] = ()
         self.dropped: tuple[str, ...] = ()
+        self.segments: tuple[str, ...] = ()
         self.space = SaveSpace()
         self.began = 0.0
         self.time = time.time()

@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeAlias
 
@@ -32,7 +32,7 @@ from ckptstore.write.ranks.rank_term import RankTerm
 from ckptstore.write.ranks.rank_work import RankWork
 from ckptstore.write.ranks.share_snapshot import prepare
 from ckptstore.write.saves.in_flight import Place
-from ckptstore.write.saves.ledger import Labels, PendingSave, check_owner
+from ckptstore.write.saves.ledger import Labels, Metadata, PendingSave, check_owner
 from ckptstore.write.stage import Bounded, Copies
 from ckptstore.write.steps.updates import Explaining, Updates
 from ckptstore.write.writer import Writer
@@ -135,7 +135,7 @@ class RankWriter(Writer):
         given: Copies,
         step: int,
         *,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Metadata | None = None,
         tags: str | Sequence[str] = (),
     ) -> PendingSave:
         """Do `save_async` without a copy, for a state that another component (`agent`) has copied.

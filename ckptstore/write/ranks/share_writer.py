@@ -105,6 +105,7 @@ class ShareWriter:
         one.done.add_done_callback(lambda _: space.end())
         with space.within():
             part = self._write_share(one, begun)
+        one.segments = tuple(segment.id for segment in part.segments)
         one.measured.stored = sum(segment.size for segment in part.segments)
         crash_point("ranks.before-part")
         self._rank_term.hand_in(one.exchange, part.packed())

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckptstore.host.cancellable_calls import Scope
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.saves.in_flight import Place
 from ckptstore.write.saves.ledger import Labels, PendingSave, Saves
 from ckptstore.write.saves.save_metrics import SaveMeasurement
-from ckptstore.write.second_tier import SecondTier
+
+if TYPE_CHECKING:
+    from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["SaveJob"]
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from ckptstore.errors import CommitUnknownError, StepOrderError, UsageError, WriterClosedError
 from ckptstore.formats.history import metadata as metadata_format
@@ -17,11 +17,16 @@ from ckptstore.host.option_checks import seconds, texts
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.refs import check_new_tag
 from ckptstore.write.saves.lost_steps import first_of
-from ckptstore.write.second_tier import SecondTier
 
-__all__ = ["Failures", "Labels", "PendingSave", "Saves", "check_owner"]
+if TYPE_CHECKING:
+    from ckptstore.write.second_tier import SecondTier
+
+__all__ = ["Failures", "Labels", "Metadata", "PendingSave", "Saves", "check_owner"]
 
 _MAX_STEP: Final = 2**53 - 1
+
+Metadata: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any] | None]
+"""The metadata of a save; or a function that returns it, or None, when everything but the COMMIT record is durable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +34,52 @@ class Labels:
     """What the COMMIT record says of a checkpoint besides its state.
 
     Attributes:
-        extra: additional members of its entry in the log.
+        known: additional members of its entry in the log.
         tags: names that it gets; another checkpoint that had one loses it.
+        late: returns the metadata; None: `known` has it already.
     """
 
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    known: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
+    late: Callable[[], Mapping[str, Any] | None] | None = None
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any] | None, tags: str | Sequence[str] | None) -> Self:
+    def of(cls, metadata: Metadata | None, tags: str | Sequence[str] | None) -> Self:
         """Check the arguments of `Writer.save` -> the labels. Raises `UsageError`."""
         names = texts("tags", tags)
         for name in names:
             check_new_tag(name)
-        said = {} if metadata is None else metadata_format.checked(metadata)
-        return cls({metadata_format.MEMBER: said} if said else {}, names)
+        if callable(metadata) and not isinstance(metadata, Mapping):
+            return cls({}, names, metadata)
+        return cls(_members(metadata), names)
+
+    def extra(self) -> Mapping[str, Any]:
+        """The additional members of the entry. Called once, just before the commit; it may wait for a late function.
+
+        Raises:
+            UsageError: that function failed, or returned what cannot be stored. So nothing may be committed.
+        """
+        if self.late is None:
+            return self.known
+        try:
+            said = self.late()
+        except Exception as error:
+            # Its own error must not look like one of the store: a `FencedError` would end the writer.
+            raise UsageError(
+                f"metadata: the function failed, so nothing was committed: {type(error).__name__}: {error}"
+            ) from error
+        return _members(said)
+
+    def check_known(self) -> None:
+        """Raise `UsageError` if the metadata is late: another process commits, which cannot call the function."""
+        if self.late is not None:
+            raise UsageError("metadata: a function; an agent commits in another process, so pass the values themselves")
+
+
+def _members(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Metadata as members of an entry in the log. Raises `UsageError`."""
+    said = {} if metadata is None else metadata_format.checked(metadata)
+    return {metadata_format.MEMBER: said} if said else {}
 
 
 class PendingSave:

@@ -207,7 +207,8 @@ class Diffs:
         assert base is not None
         self._resident.unexplained.look(step, base.step, written.excess)
         self._policy.compressed(self._resident.here.id, base.step, stored or 0, written.nbytes)
-        entry = CheckpointEntry(self._term, step, written.state, moment, written.tensors, written.nbytes, labels.extra)
+        tensors, nbytes, extra = written.tensors, written.nbytes, labels.extra()
+        entry = CheckpointEntry(self._term, step, written.state, moment, tensors, nbytes, extra)
         return Written(written.segments, (written.encoding,), (entry,), dict.fromkeys(labels.tags, entry.node))
 
     @contextmanager
@@ -265,7 +266,7 @@ class Diffs:
         return Written(segments, encodings, became, tags)
 
     def _entry(self, coded: EncodedStep, one: Waiting) -> CheckpointEntry:
-        tensors, nbytes, extra = coded.tensors, coded.nbytes, one.job.labels.extra
+        tensors, nbytes, extra = coded.tensors, coded.nbytes, one.job.labels.extra()
         return CheckpointEntry(self._term, coded.step, coded.state, one.time, tensors, nbytes, extra)
 
     def _sum_up(self) -> EncodedStep:

@@ -30,6 +30,7 @@ from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.capture.bounded_capture import Unit, Window
 from ckptstore.write.delta_encoding import (
     ArrivingState,
+    Base,
     Choices,
     EncodedChunk,
     TensorPlan,
@@ -38,18 +39,15 @@ from ckptstore.write.delta_encoding import (
     units_of,
 )
 from ckptstore.write.steps.batch_segments import KIND
+from ckptstore.write.steps.joined_parameters import Joined, fitting_updates, join
 from ckptstore.write.steps.step_encoding import (
-    Base,
     CodedChunk,
     EncodedStep,
     EncodedTensor,
-    Joined,
     Rules,
     StepChoices,
     choose_rules,
     code_chunk,
-    fitting_updates,
-    join,
     rest_tensor,
     unit_of,
     will_fit,

@@ -21,8 +21,10 @@ from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.states.state import FlatState
 from ckptstore.host.buffers import Bytes
 from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.delta_encoding import Base
+from ckptstore.write.steps.joined_parameters import fitting_updates, numbers_of
 from ckptstore.write.steps.resident_step import ResidentStep
-from ckptstore.write.steps.step_encoding import Base, EncodedStep, fitting_updates, numbers_of
+from ckptstore.write.steps.step_encoding import EncodedStep
 from ckptstore.write.steps.updates import Update, arrived
 
 __all__ = ["GradientSum"]

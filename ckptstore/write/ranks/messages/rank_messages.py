@@ -200,7 +200,8 @@ class CommitVerdict:
     """The result of a step, or of the steps of a batch, for every rank.
 
     Attributes:
-        infos: the committed checkpoints; empty if nothing was committed.
+        infos: the committed checkpoints, of whose segments only the first, with the tree; empty if nothing was
+            committed.
         error: why nothing was committed.
     """
 
