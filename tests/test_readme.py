@@ -22,8 +22,9 @@ PAUSE = "time.sleep(0.05)"
 PATIENT = """
 import warnings
 from ckptstore.training import SlowSavesWarning
-warnings.simplefilter("ignore", SlowSavesWarning)  # without its pause an example does little else, and a busy disk is slow
+warnings.simplefilter("ignore", SlowSavesWarning)
 """
+"""Without its pause an example does little else than save, and a busy disk is slow."""
 
 
 @pytest.fixture(scope="module")
