@@ -5,8 +5,8 @@ newest that pip finds. Each pair gets its own virtual environment under ``.cache
 Linux a CUDA build of several gigabytes), then ckptstore with its extras ``torch``, ``fast`` and ``test``. The tests of
 `SELECTION` run there. The environment is deleted afterwards.
 
-With the oldest torch come the oldest `FRAMEWORKS` that ``pyproject.toml`` admits, else the newest that pip finds. A
-test file skips itself where torch is too old for it.
+With the oldest torch come the oldest `FRAMEWORKS` that ``pyproject.toml`` admits, but not torchao, which transformers
+imports and which fails with a torch as old; else the newest that pip finds. A test skips itself where torch is too old.
 
 A Python that this machine does not have is not installed: the pair is reported as not run. The exit code is 0 only if
 every pair was run and passed.
@@ -179,6 +179,8 @@ def run(pair: Pair, tests: Sequence[str], keep: bool) -> Result:
         oldest = oldest_frameworks() if pair.torch == "oldest" else []
         constraints.write_text(pins + "".join(f"{one}\n" for one in oldest))
         _call([*pip, "-c", str(constraints), "-e", f"{ROOT}[torch,test]"])
+        if oldest:
+            _call([str(python), "-m", "pip", "uninstall", "--yes", "--quiet", "torchao"])
         installed = _call([str(python), "-c", _ASK]).strip()
         command = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *tests]
         told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa:
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 from tests.frameworks.shard_ranks import SHAPES, whole  # noqa: E402
+from tests.torch_versions import needs_groups  # noqa: E402
 from tools.objects.server import free_port  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +154,7 @@ def test_boxes_of_lazy_and_scalar_tensors() -> None:
     assert scalar.item() == 2.5
 
 
-@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "get_group_store"), reason="needs torch 2.9")
+@needs_groups
 def test_two_ranks_save_three_and_one_load(tmp_path: Path) -> None:
     url, port = str(tmp_path / "store"), str(free_port())
     command = [sys.executable, "-m", "tests.frameworks.shard_ranks", url]

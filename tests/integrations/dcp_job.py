@@ -24,7 +24,6 @@ from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.utils import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -240,6 +239,8 @@ def asynchronous(folder: Path) -> None:
 
     DCP's collectives need a group of their own, because training's run at the same time.
     """
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType  # not in torch 2.6
+
     beside = dist.new_group(backend="gloo")
     for number, kind in enumerate((AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS)):
         group: Any = {"group": beside} if kind is AsyncCheckpointerType.THREAD else {}  # a process makes its own

@@ -30,6 +30,7 @@ from ckptstore.training import Checkpointer
 from tests.forms import LONG, long_only, short_or
 from tests.integrations.accelerate_job import CASES, EPOCHS, Samples, StoppedError, lines_of, prepared, train
 from tests.loader_workers import ended_workers
+from tests.torch_versions import needs_groups
 from tools.objects.server import free_port
 from tools.warm import MODULES, Warm
 
@@ -139,6 +140,7 @@ def test_a_run_that_is_killed_at_random_continues_bit_for_bit(tmp_path: Path, ca
     assert ckptstore.verify(tmp_path / "run").ok
 
 
+@needs_groups
 @pytest.mark.parametrize(
     "case",
     [

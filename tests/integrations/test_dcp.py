@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import inspect
 import io
 import os
 import pickle
@@ -39,11 +40,15 @@ from ckptstore.training import OptimizerStep  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.integrations import dcp_loop  # noqa: E402
 from tests.integrations.dcp_job import same  # noqa: E402
+from tests.torch_versions import needs_groups  # noqa: E402
 from tools.dcp_tests.__main__ import patched  # noqa: E402
 from tools.objects.server import free_port  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
 pytestmark = [
+    pytest.mark.skipif(
+        "no_dist" not in inspect.signature(dcp.save).parameters, reason="this DCP has no no_dist="
+    ),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 
@@ -530,6 +535,7 @@ def test_a_loop_that_is_killed_five_times_has_the_same_losses(tmp_path: Path, wa
     assert store.verify(deep=True).ok
 
 
+@needs_groups
 def test_ranks(tmp_path: Path, warm: Warm) -> None:
     run(warm, tmp_path, 2, "saved", "loaded", "stepped", "placed", "pieces", "grown", "cached", "failing", "blobs")
     run(warm, tmp_path, 1, "loaded")
@@ -551,10 +557,12 @@ def test_a_folder_that_ranks_wrote_is_imported(tmp_path: Path, warm: Warm) -> No
     assert found["n"] == 5
 
 
+@needs_groups
 def test_checkpoints_of_ranks_are_exported_as_folders(tmp_path: Path, warm: Warm) -> None:
     run(warm, tmp_path, 2, "exported", "returned")
 
 
+@needs_groups
 def test_a_sharded_model_becomes_a_folder_for_from_pretrained(tmp_path: Path, warm: Warm) -> None:
     transformers = pytest.importorskip("transformers")
     run(warm, tmp_path, 2, "consolidated")
@@ -577,10 +585,12 @@ def test_a_sharded_model_becomes_a_folder_for_from_pretrained(tmp_path: Path, wa
     assert not (tmp_path / "no").exists()
 
 
+@needs_groups
 def test_ranks_save_asynchronously(tmp_path: Path, warm: Warm) -> None:
     run(warm, tmp_path, 2, "asynchronous")
 
 
+@needs_groups
 @long_only
 def test_four_ranks(tmp_path: Path, warm: Warm) -> None:
     run(warm, tmp_path, 4, "saved", "loaded", "placed", "cached", "failing", "blobs", "pieces", "grown", "asynchronous")

@@ -30,6 +30,7 @@ from ckptstore.errors import UsageError
 from ckptstore.integrations.lightning import StepCheckpoint
 from tests.forms import LONG, long_only, short_or
 from tests.integrations.lightning_job import CASES, Net, Stop, fit, trainer_of
+from tests.torch_versions import needs_groups
 from tools.objects.server import free_port
 from tools.warm import MODULES, Warm
 
@@ -144,6 +145,7 @@ def test_the_example_is_killed_and_continues(tmp_path: Path, warm_lightning: War
     assert len(ckptstore.open(tmp_path / "run" / "best").tags()) == 2
 
 
+@needs_groups
 @pytest.mark.parametrize("case", [pytest.param("ddp", marks=long_only), "fsdp"])
 def test_ranks_continue_bit_for_bit(tmp_path: Path, case: str, warm_lightning: Warm) -> None:
     def ranks(*runs: tuple[str, str, str]) -> None:
