@@ -19,6 +19,12 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), r
 
 PYTHON = [text for language, text in BLOCKS if language == "python"]
 PAUSE = "time.sleep(0.05)"
+PATIENT = """
+import warnings
+from ckptstore.training import SlowSavesWarning
+warnings.simplefilter("ignore", SlowSavesWarning)
+"""
+"""Without its pause an example does little else than save, and a busy disk is slow."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_python_examples(folder: Path) -> None:
-    code = "\n".join(PYTHON).replace(PAUSE, "pass")
+    code = PATIENT + "\n".join(PYTHON).replace(PAUSE, "pass")
     assert code.count("store.") > 5
     for attempt in range(2):  # the second run resumes
         done = warmth.run([sys.executable, "-W", "error", "-c", code], cwd=folder)
@@ -37,7 +43,9 @@ def test_python_examples(folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_an_example_that_is_pasted_alone_runs(tmp_path: Path, number: int) -> None:
-    done = warmth.run([sys.executable, "-W", "error", "-c", PYTHON[number].replace(PAUSE, "pass")], cwd=tmp_path)
+    done = warmth.run(
+        [sys.executable, "-W", "error", "-c", PATIENT + PYTHON[number].replace(PAUSE, "pass")], cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 from ckptstore.agent import AgentWriter
 
-__all__ = ["answers", "delivered"]
+__all__ = ["answers", "ask_beside", "delivered"]
+
+
+def ask_beside(writer: AgentWriter, step: int) -> Future[bool]:
+    """Have the thread beside the receiving one ask the agent, as `PendingSave.result` does, and wait for the answer.
+
+    When it does so no call shows.
+    """
+    return writer._agent_term.beside.submit(writer._agent_term._ask_quietly, "hurry", step)
 
 
 def delivered(writer: AgentWriter, step: int) -> None:

@@ -46,9 +46,7 @@ from tools.objects.server import free_port  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
 pytestmark = [
-    pytest.mark.skipif(
-        "no_dist" not in inspect.signature(dcp.save).parameters, reason="this DCP has no no_dist="
-    ),
+    pytest.mark.skipif("no_dist" not in inspect.signature(dcp.save).parameters, reason="this DCP has no no_dist="),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 

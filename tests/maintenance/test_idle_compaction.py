@@ -19,6 +19,7 @@ from tests.forms import long_only
 from tests.maintenance.test_compaction import CHAIN, check, save, state
 from tests.maintenance.test_prune_kills import killed_at
 from tests.store.states import same
+from tests.waiting import until, waits
 from tests.write.trainer import Trainer
 
 LONG = 120.0
@@ -99,12 +100,10 @@ def test_it_pauses_while_a_save_is_in_flight(
     with store.writer(poll_seconds=None, compact=options, on_metrics=metrics.put) as writer:
         begun = writer.begin(changing, 25, {"all": ["w"]})  # a snapshot that is not filled yet
         on_its_way.set()
-        ends = [store.view().end]
-        while len(ends) < 5 or len(set(ends[-4:])) > 1:  # the move in progress is made
-            time.sleep(0.2)
-            ends.append(store.view().end)
+        until(lambda: any(waits(one, "_IdleCompactor._wait_for_saves") for one in threading.enumerate()))
+        time.sleep(0.3)
         assert store.view().catalog.held  # three moves would free all
-        before = ends[-1]
+        before = store.view().end
         begun.ready("all")
         begun.finish(changing).result()
         assert until_done(told).stood_still > 0.2

@@ -482,7 +482,7 @@ def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) 
             thread.start()
         for step in range(1, steps + 1):
             writer.save_async(state(step), step, metadata={"loss": loss(step)})
-            if step % 5 == 0:  # on a busy machine one of them might have no turn for many steps
+            if step % 7 == 0:  # on a busy machine one of them might have no turn for many steps
                 before = list(rounds)
                 until(lambda before=before: failures or all(map(operator.gt, rounds, (one + 1 for one in before))))
             if step in (steps // 3, steps // 3 * 2):

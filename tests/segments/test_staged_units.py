@@ -13,6 +13,7 @@ import pytest
 from ckptstore.formats.sources import NumpySource
 from ckptstore.host.arenas import ArenaLease, Arenas
 from ckptstore.segments.staged_units import DescribedTensor, StagedUnits, copy_now
+from tests.waiting import until
 
 PAGE = 4096
 
@@ -107,7 +108,8 @@ def test_a_copy_that_cannot_begin_leaves_no_memory_behind(memory: Arenas) -> Non
     arrivals = StagedUnits()
     thread = threading.Thread(target=bring)
     thread.start()
-    running.wait(30)
+    running.wait(120)
+    until(lambda: memory.used == PAGE)
     thread.join(0.1)
     assert thread.is_alive(), "what it copies from may be changed when this returns"
     assert memory.used == PAGE
@@ -177,7 +179,7 @@ def test_discarded_memory_waits_for_the_copy_and_is_freed_once(memory: Arenas) -
 
     def run() -> None:
         begun.set()
-        going.wait(30)
+        going.wait(120)
 
     running = pool.submit(run)
     begun.wait(30)
@@ -191,11 +193,12 @@ def test_discarded_memory_waits_for_the_copy_and_is_freed_once(memory: Arenas) -
     assert freed == [1]
     thread = threading.Thread(target=arrivals.discard)
     thread.start()
+    until(waiting.cancelled)
     thread.join(0.05)
     assert thread.is_alive()
     assert freed == [1]
     going.set()
-    thread.join(30)
+    thread.join(120)
     pool.shutdown()
     assert waiting.cancelled()
     assert freed == [1, 0, 2, 3]
@@ -258,9 +261,9 @@ def test_memory_of_an_unwanted_unit_is_in_use_while_it_is_copied_to(memory: Aren
     running.set_running_or_notify_cancel()
     thread = threading.Thread(target=arrivals.bring, args=([(PAGE, lambda _: running)], memory, ignored))
     thread.start()
+    until(lambda: memory.used == PAGE)
     thread.join(0.05)
     assert thread.is_alive()
-    assert memory.used == PAGE
     running.set_result(None)
     thread.join(30)
     assert memory.used == 0

@@ -191,9 +191,16 @@ class AgentTerm:
         except AgentError:
             return False
 
-    def _cancel(self, step: int) -> bool:
+    def check_may_wait(self) -> None:
+        """Raise `UsageError` in the thread that receives the answers (`AgentLink.check_may_wait`).
+
+        Prevents: a call that waits for the thread beside it, which waits for an answer that nobody receives meanwhile.
+        """
         if self._agent is not None:
             self._agent.link.check_may_wait()
+
+    def _cancel(self, step: int) -> bool:
+        self.check_may_wait()
         with contextlib.suppress(RuntimeError):  # closed: it was handed over
             self.beside.submit(lambda: None).result()  # the agent knows the step once it is handed over
         return self._ask_quietly("cancel", step)

@@ -276,6 +276,7 @@ class AgentWriter(Writer):
 
     def _call(self, do: str, **fields: Any) -> dict[str, Any]:
         self._agent_term.check_open()
+        self._agent_term.check_may_wait()
         self._transfer.settle()
         self._agent_term.beside.submit(lambda: None).result()  # layers that are being copied are handed over first
         return self._agent_term.connected().link.call(do, **fields)

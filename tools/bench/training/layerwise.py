@@ -147,7 +147,7 @@ def _loop(way: str, settings: Settings, url: str) -> tuple[float, float, float]:
                     writer.save_async(training.state(), step)
                 elif saves and how == "save":
                     writer.save(training.state(), step)
-                waited += 0.0 if layered else time.monotonic() - before
+                waited += 0.0 if layered or how == "no saves" else time.monotonic() - before
             seconds = time.monotonic() - began
         waited += _waited(layers)
         writer.wait()
