@@ -28,7 +28,8 @@ from ckptstore.errors import FormatError, UnsupportedStateError
 
 __all__ = ["DTYPES", "DType", "from_numpy", "get", "is_integer", "nbytes", "storage_shape"]
 
-_NUMPY: Final[Mapping[str, Any]] = MappingProxyType(
+_ML: Final = "ml_dtypes."
+_ARRAY_TYPES: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "BOOL": "?",
         "U8": "|u1",
@@ -40,26 +41,22 @@ _NUMPY: Final[Mapping[str, Any]] = MappingProxyType(
         "U64": "<u8",
         "I64": "<i8",
         "F16": "<f2",
+        "BF16": f"{_ML}bfloat16",
         "F32": "<f4",
         "F64": "<f8",
+        "F8_E4M3": f"{_ML}float8_e4m3fn",
+        "F8_E5M2": f"{_ML}float8_e5m2",
+        "F8_E4M3FNUZ": f"{_ML}float8_e4m3fnuz",
+        "F8_E5M2FNUZ": f"{_ML}float8_e5m2fnuz",
+        "F8_E8M0": f"{_ML}float8_e8m0fnu",
         "F4_E2M1_X2": "|u1",
         "C32": [("real", "<f2"), ("imag", "<f2")],
         "C64": "<c8",
         "C128": "<c16",
     }
 )
-"""The types that numpy has, by logical name."""
-_ML_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "BF16": "bfloat16",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E4M3FNUZ": "float8_e4m3fnuz",
-        "F8_E5M2FNUZ": "float8_e5m2fnuz",
-        "F8_E8M0": "float8_e8m0fnu",
-    }
-)
-"""Those of ml_dtypes. It is imported when an array has one of them: the first save of a process need not do that."""
+"""By logical name. ml_dtypes is imported when an array has one of its types: the first save of a process need not do
+that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +86,28 @@ class DType:
 
 @cache
 def _numpy(name: str) -> np.dtype[Any]:
-    kind: Any = _NUMPY.get(name)
-    if kind is None:
+    kind = _ARRAY_TYPES[name]
+    if _is_of_ml_dtypes(name):
         import ml_dtypes
 
-        kind = getattr(ml_dtypes, _ML_DTYPES[name])
+        kind = getattr(ml_dtypes, kind.removeprefix(_ML))
     found: np.dtype[Any] = np.dtype(kind)
     return found
 
 
+def _is_of_ml_dtypes(name: str) -> bool:
+    kind = _ARRAY_TYPES[name]
+    return isinstance(kind, str) and kind.startswith(_ML)
+
+
+def _itemsize(name: str) -> int:
+    if _is_of_ml_dtypes(name):
+        return 2 if name == "BF16" else 1
+    kind: np.dtype[Any] = np.dtype(_ARRAY_TYPES[name])
+    return kind.itemsize
+
+
 def _table() -> dict[str, DType]:
-    sizes = {name: np.dtype(known).itemsize for name, known in _NUMPY.items()}
-    sizes |= {name: 2 if name == "BF16" else 1 for name in _ML_DTYPES}
     other: dict[str, tuple[str, tuple[int, ...]]] = {
         "F8_E8M0": ("U8", ()),
         "F4_E2M1_X2": ("U8", ()),
@@ -109,8 +116,8 @@ def _table() -> dict[str, DType]:
         "C128": ("F64", (2,)),
     }
     return {
-        name: DType(name, storage, sizes[name], more)
-        for name in sizes
+        name: DType(name, storage, _itemsize(name), more)
+        for name in _ARRAY_TYPES
         for storage, more in [other.get(name, (name, ()))]
     }
 
@@ -122,7 +129,8 @@ DTYPES: Mapping[str, DType] = MappingProxyType(_BY_NAME)
 
 @cache
 def _by_numpy(*, all_of_them: bool) -> Mapping[np.dtype[Any], DType]:
-    names = [name for name in DTYPES if name != "F4_E2M1_X2" and (all_of_them or name in _NUMPY)]  # uint8 means U8
+    names = [name for name in DTYPES if name != "F4_E2M1_X2"]  # uint8 means U8
+    names = [name for name in names if all_of_them or not _is_of_ml_dtypes(name)]
     return {DTYPES[name].numpy: DTYPES[name] for name in names}
 
 
