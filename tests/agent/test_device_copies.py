@@ -259,24 +259,32 @@ def test_a_later_state_of_the_host_overtakes_none_that_is_being_copied(
 def test_a_save_that_is_being_copied_can_be_cancelled(
     tmp_path: Path, device: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As soon as the agent knows it. It may have saved the state before it is asked, and then the answer is no."""
     state = {"x": torch.ones(2000, device="cuda")}
+    stored, cancelled = [1, 2, 3, 4], False
     with opened(tmp_path / "store", max_in_flight=3) as writer:
         warm(device, writer, state)
-        held = Held(monkeypatch)
-        pending = writer.save_async(state, 10)
-        answer: list[bool] = []
-        asking = threading.Thread(target=lambda: answer.append(pending.cancel()))
-        asking.start()
-        assert held.waiting.wait(30)
-        asking.join(0.5)
-        assert answer == [], "the agent does not know the step yet"
-        held.release()
-        asking.join(60)
-        assert answer == [True]
-        assert pending.exception() is not None
+        for step in range(10, 40):
+            with monkeypatch.context() as patch:
+                held = Held(patch)
+                pending = writer.save_async(state, step)
+                answer: list[bool] = []
+                asking = threading.Thread(target=lambda pending=pending, answer=answer: answer.append(pending.cancel()))
+                asking.start()
+                assert held.waiting.wait(30)
+                asking.join(0.1)
+                assert answer == [], "the agent does not know the step yet"
+                held.release()
+                asking.join(60)
+            cancelled = answer == [True]
+            if cancelled:
+                assert pending.exception() is not None
+                break
+            assert pending.result().step == step
+            stored.append(step)
         writer.wait()
-    steps = [one.step for one in ckptstore.open(tmp_path / "store").checkpoints()]
-    assert steps == [1, 2, 3, 4]
+    assert cancelled, "no save of many was cancelled"
+    assert [one.step for one in ckptstore.open(tmp_path / "store").checkpoints()] == stored
 
 
 def test_a_save_that_fails_while_a_device_copies_gives_its_buffer_back_once_that_is_over(
