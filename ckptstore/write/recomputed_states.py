@@ -174,7 +174,7 @@ class Sending:
     def copied(self, copies: Copies) -> None:
         """The copies are made, or queued: the rest is computed now, and the optimizers wait before they change it.
 
-        From now on the memory belongs to whoever owns `copies`.
+        The owner of `copies` frees their memory.
         """
         if self._sent is not None:
             assert self._before is not None

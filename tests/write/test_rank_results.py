@@ -1,4 +1,4 @@
-"""What each rank is told of a save: the checkpoint, with the ids of its own segments and not those of all others."""
+"""Each rank gets the checkpoint that was saved. Its segments are those of this rank, and the one with the tree."""
 
 from __future__ import annotations
 

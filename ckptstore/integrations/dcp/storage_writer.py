@@ -98,8 +98,8 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
             options: those of `Store.writer`, such as ``deltas``, ``keep`` and ``max_in_flight``. And
                 ``cache_staged_state_dict`` (True): keep the memory of the copy that ``async_save`` makes, for the next
                 save of the store. It is pinned for tensors of a CUDA device. False: each save takes new memory. And
-                ``updates`` of `Writer.save`: what the optimizer did in the step, as ``OptimizerStep(optimizer)``. With
-                ``diffs`` the save may then be a step diff against the one before.
+                ``updates`` of `Writer.save`: what the optimizer did in this one step, as ``OptimizerStep(optimizer)``.
+                With ``diffs`` the save may then be a step diff against the one before.
 
         Raises:
             UsageError: `group` is neither a group, None, nor ``world``.
@@ -169,12 +169,12 @@ class CkptstoreWriter(StorageWriter, BlockingAsyncStager):
         self._in_flight = weakref.ref(turn)
         if not self._keeps_copy and self._updates is None:
             return super().stage(state_dict)
-        pairs: Pairs | None = None if self._updates is None else []
+        pairs: Pairs = []
         copy = turns.idle_copy() if self._keeps_copy else HostCopy()
-        found = copy.fill(state_dict, pairs)
+        found = copy.fill(state_dict, None if self._updates is None else pairs)
         if self._keeps_copy:
             turn.copy = copy
-        if self._updates is not None and pairs is not None:
+        if self._updates is not None:
             turn.updates = StagedUpdates(self._updates, pairs)
         return found
 
